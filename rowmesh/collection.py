@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from rowmesh.counters import CommonCounters, GroupCounters
 from rowmesh.dynamic.collected import check_dynamic
 from rowmesh.dynamic.counters import DynamicCounters
+from rowmesh.dynamic.hooks import DecisionHook
 from rowmesh.dynamic.known import KnownRows
 from rowmesh.dynamic.layout import framed, replicas_of_dynamic, with_frames
 from rowmesh.dynamic.records import Records
+from rowmesh.dynamic.resolver import Resolver
 from rowmesh.dynamic.state import Statistics
 from rowmesh.embeddings import Embeddings, LocalRows, look_up_some, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
@@ -339,10 +342,48 @@ class EmbeddingCollection(TableModule):
             >>> found.known.tolist(), found.count.tolist()
             ([True, False], [2, 0])
         """
+        resolver = self._resolver_of(table)
+        self.engine.wait()
+        return resolver.statistics(table, np.array(ids, np.int64).reshape(-1))
+
+    def register_decision_hook(self, table: str, hook: DecisionHook) -> RemovableHandle:
+        """Calls a function at every training step with what this rank decided of the ids of a dynamic table. Local.
+
+        Each id of a step is told of on one rank, the owner of its shard; of exact replicas on the first, of averaged
+        ones in each, which decide for themselves. It is called when a batch is opened, in a pipeline up to its depth
+        of steps before the update, and by its thread; not by evaluation. It must not use the collection.
+
+        Args:
+            table: its name.
+            hook: is given a `rowmesh.dynamic.Decisions`, whose arrays it may keep. What it raises ends the step on all
+                ranks, as a RowmeshError that names it.
+
+        Returns:
+            What takes it away again, by `remove()`.
+
+        Raises:
+            ConfigurationError: there is no such dynamic table.
+
+        Example:
+            >>> from rowmesh import SparseBatch
+            >>> from rowmesh.tables import Dynamic, Uniform
+            >>> table = TableSpec(
+            ...     name="item", dim=4, storage="dynamic", dynamic=Dynamic(capacity=100), initializer=Uniform(bound=0.1)
+            ... )
+            >>> embeddings = EmbeddingCollection([table])
+            >>> new = []
+            >>> handle = embeddings.register_decision_hook("item", lambda each: new.append(each.ids[each.admitted]))
+            >>> _ = embeddings(SparseBatch.from_bags({"item": [[-7, 5], [5]]}))
+            >>> handle.remove()
+            >>> [ids.tolist() for ids in new]
+            [[-7, 5]]
+        """
+        return self._resolver_of(table).register_hook(table, hook)
+
+    def _resolver_of(self, table: str) -> Resolver:
         if self.engine.resolver is None:
             raise ConfigurationError(f"{table!r} is no dynamic table; this collection has none")
-        self.engine.wait()
-        return self.engine.resolver.statistics(table, np.array(ids, np.int64).reshape(-1))
+        return self.engine.resolver
 
     @property
     def dynamic_counters(self) -> dict[str, DynamicCounters]:

@@ -12,6 +12,7 @@ from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.demoted import Demoted, Found, promoted_of
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.frames import FrameList
+from rowmesh.dynamic.hooks import DecisionHooks
 from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import Opened, ShardState, Statistics
@@ -51,6 +52,7 @@ class OwnedTable:
         shards: index, rules and statistics.
         counters: what was decided here.
         merging: is told of decisions, where replica groups decide for themselves.
+        hooks: are told of them too, where there are any.
         num_frames: frames that known ids have.
     """
 
@@ -76,6 +78,7 @@ class OwnedTable:
         if store is not None:
             self._demoted = Demoted(table, self.shards, arena, piece.slots.start, store)
         self.merging: Decided | None = None
+        self.hooks: DecisionHooks | None = None
         self.num_frames = self._first_visitor
 
     @property
@@ -105,6 +108,7 @@ class OwnedTable:
         Raises:
             DataError, NoRoomError: see `DynamicShards.open`.
             StoreError: the store does not answer; nothing has changed then.
+            RowmeshError: a hook failed; all has changed then.
         """
         if self._demoted is None:
             opened = self.shards.open(ids, counts, step, scores, time)
@@ -118,6 +122,8 @@ class OwnedTable:
         if self.merging is not None:
             self.merging.note(np.concatenate([ids[~opened.guest], opened.evicted_ids]), opened.frames[opened.fresh])
         self._count(opened, counts)
+        if self.hooks:
+            self.hooks(step, ids, counts, opened)
         return opened.frames + self._piece.rows.start
 
     def _open_demoted(
@@ -156,11 +162,16 @@ class OwnedTable:
     @property
     def is_always_plain(self) -> bool:
         """Whether a step of known ids never changes more than their counts and scores, which nobody needs to note."""
-        return self.merging is None and self.shards.is_always_plain
+        return self._is_quiet and self.shards.is_always_plain
 
     def is_plain(self, step: int) -> bool:
         """Whether a step of known ids changes no more than that."""
-        return self.merging is None and self.shards.is_plain(step)
+        return self._is_quiet and self.shards.is_plain(step)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nobody is told of decisions."""
+        return self.merging is None and not self.hooks
 
     def count_known(self, num_hits: int, step: int) -> None:
         """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known."""

@@ -29,13 +29,19 @@ class Owners:
     def __init__(self, tables: Sequence[DynamicTable]) -> None:
         self._tables = tables
         self._owned = [(place, table.owned) for place, table in enumerate(tables) if table.owned is not None]
-        self._is_always_plain = np.array([each.owned is not None and each.owned.is_always_plain for each in tables])
+        self.note_hooks()
         self._described = np.zeros((len(tables), cpu.OWNER_COLUMNS), np.int64)
         for row, table in zip(self._described, tables, strict=True):
             if table.owned is not None:
                 row[:] = table.owned.described
         self._outcome = np.empty((len(tables), cpu.OUTCOME_COLUMNS), np.int64)
         self._scratch = np.empty((3, 0), np.int64)
+
+    def note_hooks(self) -> None:
+        """A table has got hooks, which are told of known ids too."""
+        self._is_always_plain = np.array(
+            [each.owned is not None and each.owned.is_always_plain for each in self._tables]
+        )
 
     def release(self, first: int) -> str:
         """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""

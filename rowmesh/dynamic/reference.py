@@ -164,6 +164,7 @@ class ReferenceShards:
             frames=np.array([frames[i] for i in batch], np.int64),
             fresh=np.array([i in candidates for i in batch], bool),
             guest=np.array([i in candidates and i not in admitted for i in batch], bool),
+            promoted=np.array([i in back for i in batch], bool),
             evicted_ids=np.array([i for i, _ in evicted], np.int64),
             evicted_frames=np.array([e.frame for _, e in evicted], np.int64),
             evicted_facts=np.array([self._facts_of(e) for _, e in evicted], np.int64).reshape(-1, 3),
@@ -171,7 +172,6 @@ class ReferenceShards:
             num_evicted=len(evicted),
             num_hits=len(known),
             num_dropped=len(candidates) - len(admitted),
-            num_promoted=len(back),
         )
 
     def _leave(self, shard, i):

@@ -19,12 +19,14 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.asking import Asked, Dealer
 from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.event_clock import NO_TIME
+from rowmesh.dynamic.hooks import DecisionHook, DecisionHooks
 from rowmesh.dynamic.known import ask_statistics
 from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.leases import Lease, Leases
@@ -71,6 +73,7 @@ class Resolver:
         self._channel = Channel.between_hosts(self._mesh)
         self.leases, self.counters, self.step = Leases(), CommonCounters(), 0
         self._lock = threading.Lock()  # ranks number their batches alike
+        self._hooks: dict[str, DecisionHooks] = {}
         self._dealer, self._owners = Dealer(tables, mesh.rank, mesh.world_size), Owners(tables)
         scored = [rules_of(table.spec).eviction == "score" for table in tables]
         columns = 3 if any(scored) else 2
@@ -160,11 +163,30 @@ class Resolver:
         Raises:
             ConfigurationError: there is no such dynamic table.
         """
-        if table not in self.tables:
-            raise ConfigurationError(f"{table!r} is no dynamic table; there are {[*self.tables]}")
+        self._check_dynamic(table)
         self.check_idle("ask for statistics")
         with self._lock:
             return ask_statistics(self.tables[table], ids, self._channel, self._mesh.rank)
+
+    def register_hook(self, table: str, hook: DecisionHook) -> RemovableHandle:
+        """Tells a hook what this rank decides of a table from the next batch on; local.
+
+        Raises:
+            ConfigurationError: there is no such dynamic table.
+        """
+        self._check_dynamic(table)
+        with self._lock:
+            hooks = self._hooks.setdefault(table, DecisionHooks(table, str(self._mesh.name(self._mesh.rank))))
+            handle = hooks.add(hook)
+            owned, grid = self.tables[table].owned, self.tables[table].grid
+            if owned is not None and grid.place(self._mesh.rank)[0] == 0:  # other replicas decide the same
+                owned.hooks = hooks
+                self._owners.note_hooks()
+            return handle
+
+    def _check_dynamic(self, table: str) -> None:
+        if table not in self.tables:
+            raise ConfigurationError(f"{table!r} is no dynamic table; there are {[*self.tables]}")
 
     def _resolve(self, asked: Sequence[Asked], number: int, time: int, *, opens: bool) -> None:
         opened = [opens and not each.is_frozen for each in asked for _ in each.offsets[1:]]

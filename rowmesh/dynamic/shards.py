@@ -223,8 +223,9 @@ class DynamicShards:
         decay = self.rules.decay_steps
         at = (index.records, index.records.ctypes.data, self._selection.heaps, self._kind, decay, step)
         victims.touch(index.headers, *at, frames, batch.shards, counts, given)
-        num_promoted = len(decision.promoted.places)
-        num_hits = len(frames) - len(unknown) - num_promoted
+        promoted = np.zeros(len(frames), bool)
+        promoted[decision.promoted.places] = True
+        num_hits = len(frames) - len(unknown) - len(decision.promoted.places)
         evicted, evicted_ids, evicted_facts = self._evict(at, decision)
         self._promote(at, batch, counts, frames, given, decision.promoted)
         frames[unknown] = self._frames.take(len(unknown))
@@ -242,7 +243,7 @@ class DynamicShards:
         fresh = np.zeros(len(frames), bool)
         fresh[unknown] = True
         left = evicted_ids, evicted, evicted_facts, len(entering), len(evicted)
-        return Opened(frames, fresh, guest, *left, num_hits, len(unknown) - len(entering), num_promoted)
+        return Opened(frames, fresh, guest, promoted, *left, num_hits, len(unknown) - len(entering))
 
     def _promote(self, at, batch: Located, counts, frames, given, promoted: Promoted) -> None:
         """Lets ids enter with what was known of them, and counts them then as known ones."""

@@ -21,6 +21,7 @@ class Opened:
         frames: int64 `[N]`, where the row of each id is.
         fresh: bool `[N]`; the frame must be initialized before it is read.
         guest: bool `[N]`; not admitted: its frame is for this batch alone, and its gradient is dropped.
+        promoted: bool `[N]`; it was demoted, and came back into the index.
         evicted_ids: int64 `[E]`, in no particular order; they have left the index.
         evicted_frames: int64 `[E]`; free only after `release`.
         evicted_facts: int64 `[E, 3]`: their last steps + 1, counts and frequencies.
@@ -28,12 +29,12 @@ class Opened:
         num_evicted: ids that left it.
         num_hits: ids that it knew before.
         num_dropped: guests.
-        num_promoted: ids that came back into it.
     """
 
     frames: np.ndarray
     fresh: np.ndarray
     guest: np.ndarray
+    promoted: np.ndarray
     evicted_ids: np.ndarray
     evicted_frames: np.ndarray
     evicted_facts: np.ndarray
@@ -41,7 +42,11 @@ class Opened:
     num_evicted: int
     num_hits: int
     num_dropped: int
-    num_promoted: int = 0
+
+    @property
+    def num_promoted(self) -> int:
+        """Ids that came back into the index."""
+        return int(self.promoted.sum())
 
 
 @dataclass(frozen=True)

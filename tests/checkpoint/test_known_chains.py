@@ -26,6 +26,7 @@ from tests.checkpoint.test_chain import Chains, changed_manifest
 from tests.dynamic.test_records import train_on
 from tests.dynamic.test_resolver import RULES
 from tests.support.dynamic import Stream, known_of, make
+from tests.support.dynamic_streams import streams
 from tests.support.slowed import slowed, sums_of
 
 NO_SHRINK = [Phase.explicit, Phase.generate]
@@ -47,19 +48,6 @@ class Training:
         """Ids are counted and admitted, and no row is updated: an optimizer that skips a step."""
         self.embeddings(self._stream.batch(self._done, self._mesh.rank, is_dynamic=True))
         self._done += 1
-
-
-def streams(num_steps=20):
-    rules = st.sampled_from(sorted(RULES))
-    return st.builds(
-        lambda first, second, **options: Stream(rules=(("user", RULES[first]), ("item", RULES[second])), **options),
-        rules,
-        rules,
-        seed=st.integers(0, 2**16),
-        num_steps=st.just(num_steps),
-        batch_size=st.integers(1, 3),
-        rule=st.sampled_from(["row_wise_adagrad", "adam"]),
-    )
 
 
 def write_chain(mesh, folder, stream, events):
@@ -105,7 +93,7 @@ def read_both(mesh, folder, stream, steps):
 
 @pytest.mark.parametrize("written_by, read_by", [(2, 3), pytest.param(1, 2, marks=pytest.mark.slow)])
 @settings(max_examples=3, deadline=None, phases=NO_SHRINK)
-@given(stream=streams(), events=st.lists(st.sampled_from(EVENTS), min_size=3, max_size=8))
+@given(stream=streams(RULES, num_steps=st.just(20)), events=st.lists(st.sampled_from(EVENTS), min_size=3, max_size=8))
 def test_a_chain_is_read_as_a_full_one(ranks, tmp_path_factory, written_by, read_by, stream, events):
     folder = tmp_path_factory.mktemp("chains")
     events = [*events, "step", "step", "increment"]
@@ -138,7 +126,7 @@ def save_both_ways(mesh, folder, stream, point):
 
 @pytest.mark.parametrize("world_size, point", [(1, "snapshot.read"), (2, "snapshot.copied")])
 @settings(max_examples=4, deadline=None, phases=NO_SHRINK)
-@given(stream=streams(8))
+@given(stream=streams(RULES, num_steps=st.just(8)))
 def test_what_is_written_beside_steps_is_of_one_moment(ranks, tmp_path_factory, world_size, point, stream):
     folder = tmp_path_factory.mktemp("checkpoints")
     ranks.run(save_both_ways, folder, stream, point, world_size=world_size)

@@ -21,8 +21,9 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.placement import Plan, TableShape
 from rowmesh.tables import Dynamic, Uniform
 from tests.dynamic.test_resolver import RULES
-from tests.support.dynamic import Stream, _bits, initial_row, run_dynamic, run_pipeline
+from tests.support.dynamic import _bits, initial_row, run_dynamic, run_pipeline
 from tests.support.dynamic_average import mean_of, run_average_oracle
+from tests.support.dynamic_streams import streams
 
 NOT_AVERAGED = ("ttl", "seconds", "score")
 AVERAGED = {
@@ -35,23 +36,11 @@ AVERAGED = {
 }
 
 
-def streams():
-    rules = st.sampled_from(sorted(AVERAGED))
-    return st.builds(
-        lambda first, second, every, **options: Stream(
-            rules=(("user", AVERAGED[first]), ("item", AVERAGED[second])),
-            synchronization=Synchronization("average", every=every),
-            **options,
-        ),
-        rules,
-        rules,
-        every=st.integers(1, 4),
-        seed=st.integers(0, 2**16),
-        num_steps=st.integers(3, 8),
-        batch_size=st.integers(1, 3),
-        rule=st.sampled_from(["row_wise_adagrad", "adam", "sgd"]),
-        pooling=st.sampled_from(["sum", "mean", "none"]),
-    )
+STREAMS = streams(
+    AVERAGED,
+    pooling=st.sampled_from(["sum", "mean", "none"]),
+    synchronization=st.builds(lambda every: Synchronization("average", every=every), st.integers(1, 4)),
+)
 
 
 def assert_as_expected(seen, expected, *, knows_the_end_alone=False):
@@ -77,7 +66,7 @@ def assert_as_expected(seen, expected, *, knows_the_end_alone=False):
 )
 def test_groups_do_as_the_rules_say(ranks, world_size, num_groups, examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(stream=streams(), transport=st.sampled_from(["collective", "auto"]), depth=st.integers(0, 3))
+    @given(stream=STREAMS, transport=st.sampled_from(["collective", "auto"]), depth=st.integers(0, 3))
     def check(stream, transport, depth):
         if world_size > num_groups:  # sums of gradients must be exact in any order
             stream = replace(stream, is_linear=True, pooling="sum" if stream.pooling == "mean" else stream.pooling)

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
 from tests.dynamic.test_resolver import at_the_end, in_parts, pipelines
-from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle, run_pipeline
+from tests.support.dynamic import assert_same, run_dynamic, run_oracle, run_pipeline
+from tests.support.dynamic_streams import LOOKED_AT, streams
 
 DEMOTE = {"mode": "demote", "store": "memory", "store_capacity": 1000}
 RULES = {
@@ -29,31 +29,18 @@ RULES = {
 }
 
 
-def streams():
-    rules = st.sampled_from(sorted(RULES))
-    return st.builds(
-        lambda first, second, **options: Stream(rules=(("user", RULES[first]), ("item", RULES[second])), **options),
-        rules,
-        rules,
-        seed=st.integers(0, 2**16),
-        num_steps=st.integers(3, 9),
-        batch_size=st.integers(1, 3),
-        rule=st.sampled_from(["row_wise_adagrad", "adam", "sgd"]),
-        evaluates=st.booleans(),
-        pooling=st.sampled_from(["sum", "mean", "none"]),
-        missing=st.sampled_from(["initial", "zero", "error"]),
-    )
+STREAMS = streams(RULES, **LOOKED_AT)
 
 
 @settings(max_examples=8, deadline=None)
-@given(stream=streams())
+@given(stream=STREAMS)
 def test_one_rank_does_as_the_rules_say(stream):
     assume(stream.fits(1))
     assert_same([run_dynamic(Mesh(), stream)], [run_oracle(Mesh(), stream)])
 
 
 @settings(max_examples=8, deadline=None)
-@given(stream=streams(), pipeline=pipelines())
+@given(stream=STREAMS, pipeline=pipelines())
 def test_a_pipeline_on_one_rank_does_as_the_rules_say(stream, pipeline):
     stream = in_parts(stream, pipeline[1])
     assume(stream.fits(1))
@@ -67,7 +54,7 @@ SLOW = [pytest.param(2, 25, marks=pytest.mark.slow), pytest.param(3, 25, marks=p
 @pytest.mark.parametrize("world_size, examples", [(2, 2), (3, 2), *SLOW])
 def test_ranks_do_as_the_rules_say(ranks, world_size, examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(stream=streams(), pipeline=pipelines())
+    @given(stream=STREAMS, pipeline=pipelines())
     def check(stream, pipeline):
         stream = in_parts(replace(stream, batch_size=min(stream.batch_size, 2)), pipeline[1])
         assume(stream.fits(world_size))

@@ -17,6 +17,7 @@ from rowmesh.sparse import take
 from rowmesh.tables import Dynamic, Uniform
 from tests.dynamic.test_resolver import RULES
 from tests.support.dynamic import Stream, known_of, make
+from tests.support.dynamic_streams import streams
 
 DEMOTE = {"mode": "demote", "store": "memory"}
 RULES = RULES | {
@@ -110,21 +111,11 @@ def facts(known):
     return {i: values[-3:] for i, values in known.items()}
 
 
-def streams():
-    rules = st.sampled_from(sorted(RULES))
-    return st.builds(
-        lambda first, second, **options: Stream(rules=(("user", RULES[first]), ("item", RULES[second])), **options),
-        rules,
-        rules,
-        seed=st.integers(0, 2**16),
-        num_steps=st.just(6),
-        batch_size=st.integers(1, 3),
-        rule=st.sampled_from(["row_wise_adagrad", "adam"]),
-    )
+STREAMS = streams(RULES, num_steps=st.just(6))
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(stream=streams(), count=st.integers(1, 5))
+@given(stream=STREAMS, count=st.integers(1, 5))
 def test_training_goes_on_to_the_bit(tmp_path_factory, stream, count):
     folder = tmp_path_factory.mktemp("saved") / "model"
     untouched = run_first(Mesh(), stream, folder, count)

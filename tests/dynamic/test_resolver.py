@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
 from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle, run_pipeline
+from tests.support.dynamic_streams import LOOKED_AT, streams
 from tests.support.pipelines import late_on_odd_ranks
 
 RULES = {
@@ -25,20 +26,7 @@ RULES = {
 SLOW = [pytest.param(4, 20, marks=pytest.mark.slow)]
 
 
-def streams():
-    rules = st.sampled_from(sorted(RULES))
-    return st.builds(
-        lambda first, second, **options: Stream(rules=(("user", RULES[first]), ("item", RULES[second])), **options),
-        rules,
-        rules,
-        seed=st.integers(0, 2**16),
-        num_steps=st.integers(1, 7),
-        batch_size=st.integers(0, 3),
-        rule=st.sampled_from(["row_wise_adagrad", "adam", "sgd"]),
-        evaluates=st.booleans(),
-        pooling=st.sampled_from(["sum", "mean", "none"]),
-        missing=st.sampled_from(["initial", "zero", "error"]),
-    )
+STREAMS = streams(RULES, num_steps=st.integers(1, 7), batch_size=st.integers(0, 3), **LOOKED_AT)
 
 
 def pipelines():
@@ -57,14 +45,14 @@ def at_the_end(seen):
 
 
 @settings(max_examples=12, deadline=None)
-@given(stream=streams())
+@given(stream=STREAMS)
 def test_one_rank_does_as_the_rules_say(stream):
     assume(stream.fits(1))
     assert_same([run_dynamic(Mesh(), stream)], [run_oracle(Mesh(), stream)])
 
 
 @settings(max_examples=12, deadline=None)
-@given(stream=streams(), pipeline=pipelines())
+@given(stream=STREAMS, pipeline=pipelines())
 def test_a_pipeline_on_one_rank_does_as_the_rules_say(stream, pipeline):
     stream = in_parts(stream, pipeline[1])
     assume(stream.fits(1))
@@ -75,7 +63,7 @@ def test_a_pipeline_on_one_rank_does_as_the_rules_say(stream, pipeline):
 @pytest.mark.parametrize("world_size, examples", [(2, 4), (3, 4), *SLOW])
 def test_ranks_do_as_the_rules_say(ranks, world_size, examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(stream=streams(), pipeline=pipelines())
+    @given(stream=STREAMS, pipeline=pipelines())
     def check(stream, pipeline):
         stream = in_parts(stream, pipeline[1])
         assume(stream.fits(world_size))
@@ -93,7 +81,7 @@ def test_ranks_do_as_the_rules_say(ranks, world_size, examples):
 @pytest.mark.parametrize("world_size, examples", [(2, 4), pytest.param(4, 8, marks=pytest.mark.slow)])
 def test_exact_replicas_know_the_same(ranks, world_size, examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(stream=streams(), pipeline=pipelines(), transport=st.sampled_from(["collective", "auto"]))
+    @given(stream=STREAMS, pipeline=pipelines(), transport=st.sampled_from(["collective", "auto"]))
     def check(stream, pipeline, transport):
         stream = in_parts(stream, pipeline[1])
         assume(stream.fits(world_size))

@@ -17,6 +17,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.data import Batch
+from rowmesh.dynamic import Decisions
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.reference import ReferenceShards
 from rowmesh.dynamic.state import Statistics
@@ -56,6 +57,7 @@ class Stream:
         is_linear: whether gradients are whole numbers, whose sums are exact in any order.
         synchronization: of replicas.
         device: where rows are.
+        is_hooked: whether hooks are told of all decisions.
     """
 
     rules: tuple[tuple[str, Dynamic], ...]
@@ -69,6 +71,7 @@ class Stream:
     is_linear: bool = False
     synchronization: Synchronization | None = None
     device: str = "cpu"
+    is_hooked: bool = False
 
     def specs(self, *, is_dynamic: bool) -> list[TableSpec]:
         """The dynamic tables, or dense ones in their place; and a dense one beside."""
@@ -143,6 +146,8 @@ class Seen:
     counters: dict[str, tuple[int, ...]]
     transport: str = ""
     statistics: dict[str, list[list[int]]] = field(default_factory=dict)  # of all ids at the end
+    # By step and table, of this rank's shards or of all: ids with counts and kinds, and those that left.
+    decisions: dict[tuple[int, str], tuple[list[tuple], list[int]]] = field(default_factory=dict)
 
 
 def vectors_of(embeddings: Embeddings, stream: Stream) -> Vectors:
@@ -195,7 +200,7 @@ def run_oracle(mesh: Mesh, stream: Stream, replicas: int = 1, *, every_step: boo
     specs = stream.specs(is_dynamic=False)
     embeddings = EmbeddingCollection(specs, mesh=mesh, transport="collective", replicas=replicas)
     optimizer, oracle = EmbeddingOptimizer(embeddings), _Oracle(embeddings, stream)
-    seen = Seen([], [], [], {})
+    seen = Seen([], [], [], {}, decisions=oracle.decisions)
     for step in range(stream.num_steps):
         oracle.open([stream.batch(step, rank, is_dynamic=True) for rank in range(mesh.world_size)], step + 1)
         vectors = vectors_of(embeddings(stream.batch(step, mesh.rank, is_dynamic=False)), stream)
@@ -224,6 +229,7 @@ class _Oracle:
         self.rules = stream.oracles()
         self.specs = stream.specs(is_dynamic=False)[: len(self.rules)]
         self.counters = {name: np.zeros(5, int) for name in self.rules}
+        self.decisions: dict[tuple[int, str], tuple[list[tuple], list[int]]] = {}
 
     def open(self, batches: list[SparseBatch], step: int) -> None:
         """The step of the ids of all ranks."""
@@ -240,6 +246,13 @@ class _Oracle:
                 opened.num_dropped,
                 opened.num_promoted,
             ]
+            if self.stream.is_hooked:
+                kinds = [
+                    "guest" if guest else "admitted" if fresh else "promoted" if promoted else "known"
+                    for guest, fresh, promoted in zip(opened.guest, opened.fresh, opened.promoted, strict=True)
+                ]
+                told = list(zip(ids.tolist(), counts.tolist(), kinds, strict=True))
+                self.decisions[step, spec.name] = told, sorted(opened.evicted_ids.tolist())
 
     def evaluate(self, mesh: Mesh) -> Vectors | None:
         """What a look-up without gradients reads; None where it is refused."""
@@ -315,6 +328,7 @@ def run_dynamic(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: i
     """A plain loop."""
     embeddings = make(mesh, stream, transport, replicas)
     optimizer, seen = EmbeddingOptimizer(embeddings), Seen([], [], [], {}, embeddings.transport)
+    _listen(embeddings, stream, seen)
     for step in range(stream.num_steps):
         vectors = vectors_of(embeddings(stream.batch(step, mesh.rank, is_dynamic=True)), stream)
         seen.vectors.append(_detached(vectors))
@@ -340,6 +354,7 @@ def run_pipeline(
     """
     embeddings = make(mesh, stream, transport, replicas)
     optimizer, seen = EmbeddingOptimizer(embeddings), Seen([], [], [], {}, embeddings.transport)
+    _listen(embeddings, stream, seen)
     size = stream.batch_size
     batches = [
         Batch(torch.zeros(size, 0), stream.batch(step, mesh.rank, is_dynamic=True), torch.zeros(size))
@@ -360,6 +375,21 @@ def run_pipeline(
             _evaluate(mesh, stream, embeddings, seen)
     seen.known.append({name: known_of(embeddings, name) for name, _ in stream.rules})
     return _at_the_end(embeddings, stream, seen)
+
+
+def _listen(embeddings: EmbeddingCollection, stream: Stream, seen: Seen) -> None:
+    """Has hooks note what this rank decides."""
+
+    def note(told: Decisions) -> None:
+        kinds = ("known", "admitted", "promoted", "guest")
+        masks = np.stack([getattr(told, kind) for kind in kinds])
+        assert (masks.sum(axis=0) == 1).all()
+        each = [kinds[number] for number in masks.argmax(axis=0)] if len(told.ids) else []
+        facts = list(zip(told.ids.tolist(), told.counts.tolist(), each, strict=True))
+        assert seen.decisions.setdefault((told.step, told.table), (facts, told.evicted_ids.tolist()))[0] is facts
+
+    for name, _ in stream.rules if stream.is_hooked else ():
+        embeddings.register_decision_hook(name, note)
 
 
 def _evaluate(mesh: Mesh, stream: Stream, embeddings: EmbeddingCollection, seen: Seen) -> None:
@@ -396,6 +426,7 @@ def assert_same(mine: list[Seen], expected: list[Seen], replicas: int = 1) -> No
         assert one.statistics == other.statistics
         assert [_bits(each) for each in one.vectors] == [_bits(each) for each in other.vectors]
         assert [_bits(each) for each in one.evaluated] == [_bits(each) for each in other.evaluated]
+    assert _joined_decisions(mine) == expected[0].decisions
     for name in expected[0].counters:
         total = np.sum([seen.counters[name] for seen in mine if name in seen.counters], axis=0)
         assert tuple(total) == tuple(replicas * number for number in expected[0].counters[name])
@@ -426,6 +457,16 @@ def assert_near(mine: list[Seen], expected: list[Seen]) -> None:
 
 def _bits(vectors: Vectors | None) -> list[bytes] | None:
     return None if vectors is None else [each.numpy().tobytes() for each in vectors]
+
+
+def _joined_decisions(parts: list[Seen]) -> dict[tuple[int, str], tuple[list[tuple], list[int]]]:
+    """Those of all ranks, each told of once."""
+    joined: dict[tuple[int, str], tuple[list[tuple], list[int]]] = {}
+    for part in parts:
+        for key, (told, left) in part.decisions.items():
+            before = joined.get(key, ([], []))
+            joined[key] = sorted(before[0] + told), sorted(before[1] + left)
+    return joined
 
 
 def _joined(parts: list[dict[int, tuple]], replicas: int = 1) -> dict[int, tuple]:
