@@ -35,5 +35,5 @@ def test_points_of_updates_are_met_in_pipelines_too(grid, mode):
 def test_the_grid_has_every_step_and_mode():
     asked = argparse.Namespace(ranks=[1, 2, 4], mode=None, steps=list(range(1, NUM_STEPS + 1)), points=False)
     names = {case.name for case in cases(asked)}
-    assert len(names) == 30 * (17 + 2 * 2 * 20)
+    assert len(names) == 30 * (19 + 2 * 2 * 22)
     assert "copies/4/collective/loop.step@30,rank2" in names
