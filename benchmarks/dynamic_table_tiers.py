@@ -43,7 +43,7 @@ def run(report: Report, tiers: list[str], num_ids: int, batch: int, record_bytes
                 if shutil.which("redis-server") is None:
                     report.line(case="redis", skipped="there is no redis-server; install it")
                     continue
-                port = stack.enter_context(_server(folder))
+                port = stack.enter_context(server(folder))
             url = {"memory": "memory", "redis": f"redis://127.0.0.1:{port}/0"}.get(tier, f"{tier}:{folder}")
             store = open_records(url, _TABLE, record_bytes, max_records=num_ids + 4 * batch)
             stack.callback(store.close)
@@ -112,7 +112,7 @@ def record_of(ids: np.ndarray, record_bytes: int) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _server(folder: Path) -> Iterator[int]:
+def server(folder: Path) -> Iterator[int]:
     """A server on a free port of the loopback interface, which keeps nothing on the disk."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

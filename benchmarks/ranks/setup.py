@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ def table_specs(workload: Workload, cored_rows: int = 0, rank: int = 0) -> list[
     ]
 
 
-def dynamic_specs(workload: Workload) -> list[TableSpec]:
-    """The same tables as dynamic ones, with room for all ids however they fall on shards."""
+def dynamic_specs(workload: Workload, rules: Mapping[int, Dynamic] = MappingProxyType({})) -> list[TableSpec]:
+    """The same tables as dynamic ones: by number with these rules, else with room for all ids wherever they fall."""
     return [
         TableSpec(
             name=f"t{i}",
@@ -42,7 +43,7 @@ def dynamic_specs(workload: Workload) -> list[TableSpec]:
             optimizer=RowWiseAdaGrad(lr=workload.lr),
             initializer=Uniform(bound=0.01),  # of all, so that they fuse
             storage="dynamic",
-            dynamic=Dynamic(capacity=rows + rows // 4 + 64),
+            dynamic=rules.get(i) or Dynamic(capacity=rows + rows // 4 + 64),
         )
         for i, rows in enumerate(workload.table_rows)
     ]
