@@ -46,16 +46,11 @@ def check_dynamic(
     if synchronization.mode == "average":
         _check_average([table for table in dynamic if replicas[table.name] > 1], dynamic, replicas, synchronization)
     for table in dynamic:
-        name, rules = table.name, rules_of(table)
+        name = table.name
         if device is not None and transport == "one_sided":
             raise ConfigurationError(
                 f"table {name!r} is dynamic, with rows on {device}: whoever reads them there by himself may come when "
                 "they are another id's; take transport='collective' or 'auto'"
-            )
-        if device is not None and rules.mode == "demote":
-            raise ConfigurationError(
-                f"table {name!r}: mode = 'demote' is for rows in the host's memory so far; take mode = 'drop', or "
-                "device='cpu'"
             )
         if device is not None and synchronization.mode == "average" and replicas[name] > 1:
             raise ConfigurationError(

@@ -125,6 +125,7 @@ class DenseArena:
     def restore(self, slots: np.ndarray, rows: Tensor, state: Mapping[str, Tensor]) -> None:
         """Gives ids of a dynamic table the rows and states that they had; see `start` and `write_rows`."""
         self._announce(slots)
+        self._wait()
         self.write_rows(slots, rows, state)
 
     def _announce(self, slots: np.ndarray) -> np.ndarray:
@@ -135,7 +136,7 @@ class DenseArena:
         return places
 
     def _wait(self) -> None:
-        """Waits for all that the device was asked for: it may read and update, on any stream, rows that are reused.
+        """Waits for all that the device was asked for: it may read and update rows of ids on any stream.
 
         What comes later waits for the current stream, as for the batch that is routed there.
         """
@@ -152,7 +153,8 @@ class DenseArena:
         update(self.rows, state, merged, optimizer.name, optimizer.numbers(lr, scaling, step), part)
 
     def read_rows(self, slots: np.ndarray) -> tuple[Tensor, dict[str, Tensor]]:
-        """Copies of rows and of their state; waits for the device."""
+        """Copies of rows and of their state; waits for all that the device was asked for."""
+        self._wait()
         index = self._index(slots)
         return self.rows[index].cpu(), {name: tensor[index].cpu() for name, tensor in self.state.items()}
 

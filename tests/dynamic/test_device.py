@@ -11,6 +11,8 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.tables import Dynamic
+from tests.dynamic.test_demoted import DEMOTE
+from tests.dynamic.test_demoted import RULES as DEMOTED
 from tests.dynamic.test_resolver import RULES, at_the_end
 from tests.support.dynamic import (
     Stream,
@@ -35,16 +37,35 @@ STREAM = Stream(
     evaluates=True,
     device="cuda",
 )
+
+
+def demoting(world_size):
+    """Such that ids of both tables come back."""
+    user, item = Dynamic(capacity=8 + 6 * world_size, **DEMOTE), Dynamic(capacity=4 + 4 * world_size, **DEMOTE)
+    rules = (("user", user), ("item", replace(item, eviction="lru_lfu")))
+    return replace(STREAM, rules=rules, num_steps=4, seed=9)
+
+
 MORE = {
     "a sequence, ids refused in evaluation": replace(STREAM, pooling="none", missing="error", seed=1),
     "one row of zeros for unknown ids": replace(STREAM, missing="zero", seed=2),
     "scores": replace(STREAM, rules=(("user", RULES["score"]), ("item", RULES["lru"]))),
+    "demoted and forgotten": replace(
+        STREAM, rules=(("user", DEMOTED["forgetting"]), ("item", DEMOTED["ttl too"])), missing="zero", num_steps=5
+    ),
     "time to live": replace(STREAM, rules=(("user", RULES["ttl"]), ("item", RULES["sketch"])), num_steps=5),
 }
 
 
 def test_one_rank_does_as_the_rules_say():
     assert_same([run_dynamic(Mesh(), STREAM)], [run_oracle(Mesh(), STREAM)])
+
+
+def test_demoted_ids_come_back():
+    stream = demoting(1)
+    (found,) = expected = [run_oracle(Mesh(), stream)]
+    assert all(found.counters[name][4] for name, _ in stream.rules), "some are promoted"
+    assert_same([run_dynamic(Mesh(), stream)], expected)
 
 
 @pytest.mark.slow
@@ -86,6 +107,16 @@ def test_pipelines_of_ranks_do_as_the_rules_say(ranks, world_size):
         assert_same(ranks.run(run_pipeline, STREAM, "auto", depth, parts, world_size=world_size), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_demoted_ids_come_back_to_pipelines_of_ranks(ranks, world_size):
+    stream = demoting(world_size)
+    expected = at_the_end(ranks.run(run_oracle, stream, world_size=world_size))
+    assert all(expected[0].counters[name][4] for name, _ in stream.rules), "some are promoted"
+    for depth in (0, 2):
+        assert_same(ranks.run(run_pipeline, stream, "auto", depth, world_size=world_size), expected)
+
+
 def saved_and_loaded(mesh, folder):
     """What is known before and after, on the device and on the host."""
     stream, found = replace(STREAM, num_steps=2), []
@@ -122,9 +153,6 @@ def test_what_cannot_be_is_refused():
     specs = STREAM.specs(is_dynamic=True)
     with pytest.raises(ConfigurationError, match="transport='collective'"):
         EmbeddingCollection(specs, device="cuda", transport="one_sided")
-    demoting = replace(RULES["lru"], mode="demote", store="memory", store_capacity=10)
-    with pytest.raises(ConfigurationError, match="mode = 'demote' is for rows in the host's memory"):
-        make(Mesh(), replace(STREAM, rules=(("user", demoting), STREAM.rules[1])))
 
 
 def averaged(mesh):
