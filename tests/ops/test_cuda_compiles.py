@@ -49,12 +49,19 @@ def compile_all(*options):
     return [json.loads(line) for line in run("benchmarks.gpu_compile", *options).splitlines()]
 
 
-@pytest.mark.parametrize(
-    "target", [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
-)
+def test_every_kernel_compiles_without_spills():
+    check(compile_all("--quick"), 90, quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [80, 90, 100])
 def test_kernels_compile_without_spills(target):
-    *lines, last = compile_all("--target", str(target))
-    assert len(lines) == sum(len(list(signatures(op))) for op in OPS)
+    check(compile_all("--target", str(target)), target, quick=False)
+
+
+def check(found, target, *, quick):
+    *lines, last = found
+    assert len(lines) == sum(len(list(signatures(op, quick))) for op in OPS)
     assert {line["target"] for line in lines} == {f"sm_{target}"}
     assert not last["summary"]["failed"]
     spilled = {line["kernel"] for line in lines if line["spill_bytes"] > SAVED_BYTES}
