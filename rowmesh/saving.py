@@ -114,7 +114,7 @@ def async_save(
 
     Raises:
         CheckpointError: as `save`; also where the one before could not be written.
-        ConfigurationError: as `save`; also where rows are on a GPU, ids are demoted, or replicas are averaged.
+        ConfigurationError: as `save`; also where rows are on a GPU, or replicas are averaged.
 
     Example:
         >>> import tempfile
@@ -163,12 +163,17 @@ def why_not_asynchronous(embeddings: EmbeddingCollection) -> str:
     """Why the rows of a collection cannot be saved while they are trained; "" where they can."""
     if embeddings.device.type != "cpu" or embeddings.engine.options.device is not None:
         return f"rows are on {embeddings.device}"
-    demoting = [table.name for table in embeddings.tables if table.dynamic and table.dynamic.mode == "demote"]
-    if demoting:
-        return f"table {demoting[0]!r} demotes ids, whose records leave the store when they come back"
     if embeddings.plan.is_replicated and embeddings.synchronization.mode != "exact":
         return "replicas that are averaged change rows by messages too"
     return ""
+
+
+def why_not_by_changes(embeddings: EmbeddingCollection) -> str:
+    """Why what changed in a collection cannot be told from the rest; "" where it can."""
+    demoting = [table.name for table in embeddings.tables if table.dynamic and table.dynamic.mode == "demote"]
+    if demoting:
+        return f"table {demoting[0]!r} demotes ids, whose records leave the store when they come back"
+    return why_not_asynchronous(embeddings)
 
 
 def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:

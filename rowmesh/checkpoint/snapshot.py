@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rowmesh.checkpoint.ahead import ReadAhead
 from rowmesh.checkpoint.room import BLOCK_BYTES, SLABS_AHEAD, Room
+from rowmesh.dynamic.demoted_records import DemotedRecords, DemotedRows
 from rowmesh.dynamic.records import Before, KnownCopy, Records
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
@@ -108,26 +109,9 @@ class Snapshot:
         self._changed: dict[str, list[ChangedRows]] = {}
         self._cores: dict[str, FrozenCores] = {}
         self._records: dict[str, FrozenRecords] = {}
-        for table in self.tables:
-            if table.storage == "dynamic":
-                self._freeze_records(table.name, embeddings.records(table.name), changed, room)
-                continue
-            if table.storage == "tensor_train":
-                self._cores[table.name] = FrozenCores(embeddings.cores(table.name).tensors if rank == 0 else {})
-                continue
-            rows, some = self._rows.setdefault(table.name, []), self._changed.setdefault(table.name, [])
-            for store, piece in embeddings.stored_pieces(table.name):
-                of_store = self._stores.setdefault(id(store), StoreSnapshot(store, room))
-                if changed is None:
-                    rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
-                    continue
-                slots = piece.slots
-                picked = np.flatnonzero(changed.marks[id(store)][slots.start : slots.stop : slots.step])
-                for cut in _cuts(len(picked)):
-                    numbers = piece.rows.start + picked[cut] * piece.rows.step
-                    at = (slots.start + picked[cut] * slots.step).astype(np.uint32)
-                    some.append(ChangedRows(of_store, numbers, at))
         try:
+            for table in self.tables:
+                self._freeze(table, embeddings, rank, changed)
             for each in self._stores.values():
                 each.open()
         except BaseException:
@@ -135,15 +119,36 @@ class Snapshot:
             raise
         reach("snapshot.taken")
 
-    def _freeze_records(self, table: str, records: Records | None, changed: Changed | None, room: Room) -> None:
+    def _freeze(self, table: TableSpec, embeddings: Source, rank: int, changed: Changed | None) -> None:
+        if table.storage == "dynamic":
+            self._freeze_records(table.name, embeddings.records(table.name), changed)
+            return
+        if table.storage == "tensor_train":
+            self._cores[table.name] = FrozenCores(embeddings.cores(table.name).tensors if rank == 0 else {})
+            return
+        rows, some = self._rows.setdefault(table.name, []), self._changed.setdefault(table.name, [])
+        for store, piece in embeddings.stored_pieces(table.name):
+            of_store = self._stores.setdefault(id(store), StoreSnapshot(store, self._room))
+            if changed is None:
+                rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
+                continue
+            slots = piece.slots
+            picked = np.flatnonzero(changed.marks[id(store)][slots.start : slots.stop : slots.step])
+            for cut in _cuts(len(picked)):
+                numbers = piece.rows.start + picked[cut] * piece.rows.step
+                at = (slots.start + picked[cut] * slots.step).astype(np.uint32)
+                some.append(ChangedRows(of_store, numbers, at))
+
+    def _freeze_records(self, table: str, records: Records | None, changed: Changed | None) -> None:
         if records is None or not records.is_first:
             return
+        demoted = None
         if changed is None:
-            known = records.known()
+            known, demoted = records.known(), records.freeze_demoted()
         else:
             known = records.changed(changed.known[table], changed.marks[id(records.arena)])
-        store = self._stores.setdefault(id(records.arena), StoreSnapshot(records.arena, room))
-        self._records[table] = FrozenRecords(store, records, known)
+        store = self._stores.setdefault(id(records.arena), StoreSnapshot(records.arena, self._room))
+        self._records[table] = FrozenRecords(store, records, known, demoted)
 
     def read_ahead(self) -> None:
         """Has a thread copy rows in the order in which they are written, as far as the room's copies may have them.
@@ -216,7 +221,7 @@ class Snapshot:
 
     def close(self) -> None:
         """Updates cost nothing more, and what is read from now on is a RowmeshError; may be called again."""
-        for each in self._stores.values():
+        for each in (*self._stores.values(), *self._records.values()):
             each.close()
         reach("snapshot.closed")
         if self._ahead is not None:
@@ -304,8 +309,10 @@ class FrozenRecords:
         step: how many batches were opened for training.
     """
 
-    def __init__(self, store: StoreSnapshot, records: Records, known: KnownCopy) -> None:
-        self._store, self._known, self._slots = store, known, records.slots
+    def __init__(
+        self, store: StoreSnapshot, records: Records, known: KnownCopy, demoted: DemotedRecords | None = None
+    ) -> None:
+        self._store, self._known, self._slots, self._demoted = store, known, records.slots, demoted
         self.shards, self.step, self.is_first = records.shards, records.step, True
         self._pieces: list[ChangedRows] | None = None
         self._lock = threading.Lock()
@@ -315,7 +322,9 @@ class FrozenRecords:
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
         """All but rows and their states."""
         _ = self.rows  # which puts ids in order: once, whichever thread comes first
-        return self._known.arrays
+        yield from self._known.arrays
+        if self._demoted is not None:
+            yield from self._demoted.arrays
 
     @property
     def rows(self) -> list[ChangedRows]:
@@ -328,9 +337,14 @@ class FrozenRecords:
             return self._pieces
 
     @property
-    def demoted_rows(self) -> list[ChangedRows]:
-        """None: tables that demote ids are not saved beside training."""
-        return []
+    def demoted_rows(self) -> Sequence[DemotedRows]:
+        """The records of demoted ids, read from the store as they were; none in an increment."""
+        return [] if self._demoted is None else self._demoted.rows
+
+    def close(self) -> None:
+        """Steps cost nothing more."""
+        if self._demoted is not None:
+            self._demoted.close()
 
     def load(self, parts: object, states: object) -> None:
         """Not for what is only read."""

@@ -21,8 +21,8 @@ from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import Promoted
-from rowmesh.dynamic.stores import RecordStore
-from rowmesh.errors import StoreError
+from rowmesh.dynamic.stored_records import StoredRecords
+from rowmesh.dynamic.stores import FrozenStore, RecordStore, SharedStore
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
 
@@ -58,7 +58,8 @@ class Demoted:
     def __init__(
         self, table: TableSpec, shards: DynamicShards, arena: DenseArena, first_slot: int, store: RecordStore
     ) -> None:
-        self._shards, self._arena, self._first_slot, self._store = shards, arena, first_slot, store
+        self._shards, self._arena, self._first_slot = shards, arena, first_slot
+        self._store = SharedStore(store)
         self._layout = RecordLayout(table)
         rules = rules_of(table)
         self._rooms = [rules.stored_in(shard) for shard in shards.shards]
@@ -145,30 +146,20 @@ class Demoted:
             records = self._layout.pack(rows, state, change.evicted_facts[kept])
             self._store.put(self._shards_of(ids), ids, records)
 
-    def ids_by_shard(self) -> list[np.ndarray]:
-        """The ids of all records, of each shard: in the order of their demotion where there is a limit, else ascending.
+    @property
+    def records(self) -> StoredRecords:
+        """What is in the store, between two steps."""
+        return StoredRecords(self._store, self._shards, self._layout, self._order_now())
 
-        Raises:
-            StoreError: the store does not answer; names it.
-        """
-        if any(self._rooms):
-            return [np.fromiter(order, np.int64, len(order)) for order in self._order]
-        return [self._store.ids_in(shard) for shard in self.shards]
+    def freeze(self) -> tuple[StoredRecords, FrozenStore]:
+        """What is in the store now, for another thread, while steps go on; until the store's part is closed."""
+        frozen = self._store.freeze()
+        return StoredRecords(frozen, self._shards, self._layout, self._order_now()), frozen
 
-    def read(self, ids: np.ndarray) -> tuple[Tensor, dict[str, Tensor], np.ndarray]:
-        """Rows, states and facts of ids that are in the store.
-
-        Raises:
-            StoreError: it does not answer, or has lost one of them; names it.
-        """
-        records = np.empty((len(ids), self._layout.width), np.uint8)
-        found = self._store.get(self._shards_of(ids), ids, records)
-        if not found.all():
-            raise StoreError(
-                f"the store of table {self._shards.table!r} has lost {int((~found).sum())} of {len(ids)} records, the "
-                f"first of id {ids[~found][0]}; resume from a checkpoint"
-            )
-        return *self._layout.unpack(records), self._layout.facts(records)
+    def _order_now(self) -> list[np.ndarray] | None:
+        if not any(self._rooms):
+            return None
+        return [np.fromiter(order, np.int64, len(order)) for order in self._order]
 
     def write(self, ids: np.ndarray, rows: Tensor, state: Mapping[str, Tensor], facts: np.ndarray) -> None:
         """Adds records of one shard, as if they had been demoted in their order; states that are not given are new.

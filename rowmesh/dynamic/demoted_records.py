@@ -8,6 +8,7 @@ what another one had.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from rowmesh.dynamic.demoted import Demoted
 from rowmesh.dynamic.saved_shards import SavedShards
+from rowmesh.dynamic.stored_records import StoredRecords
+from rowmesh.dynamic.stores import FrozenStore
 
 PREFIX = "demoted_"
 SIZES, IDS, FACTS = "demoted_shards", "demoted_ids", "demoted_facts"
@@ -28,15 +31,15 @@ class DemotedRows:
     """The records of some ids, read from the store when one of their parts is first asked for.
 
     Args:
-        demoted: has them.
+        stored: has them.
         ids: int64 `[n]`.
 
     Attributes:
         rows: the ids.
     """
 
-    def __init__(self, demoted: Demoted, ids: np.ndarray) -> None:
-        self.rows, self._demoted = ids, demoted
+    def __init__(self, stored: StoredRecords, ids: np.ndarray) -> None:
+        self.rows, self._stored = ids, stored
         self._read: dict[str, Tensor] | None = None
 
     @property
@@ -52,7 +55,7 @@ class DemotedRows:
     @property
     def _parts(self) -> dict[str, Tensor]:
         if self._read is None:
-            values, state, facts = self._demoted.read(self.rows)
+            values, state, facts = self._stored.read(self.rows)
             self._read = {"values": values, "facts": torch.from_numpy(facts), **state}
         return self._read
 
@@ -62,29 +65,40 @@ class DemotedRows:
 
 
 class DemotedRecords:
-    """All that one rank has demoted, between two steps; nothing waits to be settled.
+    """All that one rank has demoted at one moment, when nothing waited to be settled.
 
     Args:
-        demoted: where it is.
+        stored: where it is.
+        frozen: what of a store is closed with this, where steps go on meanwhile.
     """
 
-    def __init__(self, demoted: Demoted) -> None:
-        self._demoted = demoted
-        by_shard = demoted.ids_by_shard()
-        self._sizes = np.array([len(ids) for ids in by_shard], np.int64)
-        self._ids = np.concatenate([np.empty(0, np.int64), *by_shard])
+    def __init__(self, stored: StoredRecords, frozen: FrozenStore | None = None) -> None:
+        self._stored, self._frozen = stored, frozen
+
+    @cached_property
+    def _by_shard(self) -> list[np.ndarray]:
+        return self._stored.ids_by_shard()
+
+    @cached_property
+    def _ids(self) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.int64), *self._by_shard])
 
     @property
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """Which there are."""
-        yield SIZES, self._sizes
+        yield SIZES, np.array([len(ids) for ids in self._by_shard], np.int64)
         yield IDS, self._ids
 
     @property
     def rows(self) -> Sequence[DemotedRows]:
         """The records in the order of the ids; one piece at least."""
         cuts = range(0, max(len(self._ids), 1), CHUNK_RECORDS)
-        return [DemotedRows(self._demoted, self._ids[first : first + CHUNK_RECORDS]) for first in cuts]
+        return [DemotedRows(self._stored, self._ids[first : first + CHUNK_RECORDS]) for first in cuts]
+
+    def close(self) -> None:
+        """Steps cost nothing more; may be called again."""
+        if self._frozen is not None:
+            self._frozen.close()
 
 
 def load(demoted: Demoted, parts: Sequence[SavedShards], states: Sequence[str]) -> None:

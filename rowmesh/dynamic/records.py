@@ -216,7 +216,16 @@ class Records:
     @cached_property
     def _demoted(self) -> DemotedRecords | None:
         demoted = self._owned.settle()
-        return None if demoted is None else DemotedRecords(demoted)
+        return None if demoted is None else DemotedRecords(demoted.records)
+
+    def freeze_demoted(self) -> DemotedRecords | None:
+        """What is demoted now, to be written while steps go on, until it is closed; None where nothing ever is.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        demoted = self._owned.settle()
+        return None if demoted is None else DemotedRecords(*demoted.freeze())
 
     @property
     def demoted_rows(self) -> Sequence[DemotedRows]:

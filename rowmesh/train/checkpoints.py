@@ -26,7 +26,7 @@ from rowmesh.files.links import link_tree
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.placement.text import bytes_text
-from rowmesh.saving import why_not_asynchronous
+from rowmesh.saving import why_not_asynchronous, why_not_by_changes
 from rowmesh.train.config import Config
 from rowmesh.train.job import Job
 from rowmesh.train.resolve import anchored, resolve
@@ -89,7 +89,7 @@ class Checkpoints:
         self._parent: Parent | None = None
         self._changes: Changes | None = None
         if self._config.is_on and self._config.incremental:
-            if reason := why_not_asynchronous(job.embeddings):
+            if reason := why_not_by_changes(job.embeddings):
                 log(f"checkpoints are full, not incremental: {reason}")
             else:
                 self._changes = Changes(job.embeddings)

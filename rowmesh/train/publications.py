@@ -21,7 +21,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
 from rowmesh.publish.generation import Generation
 from rowmesh.publish.opening import check_installed
-from rowmesh.saving import why_not_asynchronous
+from rowmesh.saving import why_not_by_changes
 from rowmesh.tables import Constant, RowStore, TableSpec
 from rowmesh.train.job import Job
 
@@ -131,7 +131,7 @@ class Publications:
         if newest is not None and self._run and newest.run == self._run:
             self._before = self._published = newest.step
             log(f"generation {newest.number} has step {newest.step:,} of this run already; later ones are published")
-        if not why_not_asynchronous(self._job.embeddings):
+        if not why_not_by_changes(self._job.embeddings):
             self._changes = self._opened.enter_context(closing(ChangedSlots(self._job.embeddings, HOOK)))
         self._publisher = publisher
         return publisher

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 
 import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec, checkpoint
@@ -23,6 +23,7 @@ from rowmesh.dynamic.records import KnownCopy, Records
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic, Uniform
 from tests.checkpoint.test_chain import Chains, changed_manifest
+from tests.dynamic.test_demoted import RULES as DEMOTED
 from tests.dynamic.test_records import train_on
 from tests.dynamic.test_resolver import RULES
 from tests.support.dynamic import Stream, known_of, make
@@ -125,9 +126,10 @@ def save_both_ways(mesh, folder, stream, point):
 
 
 @pytest.mark.parametrize("world_size, point", [(1, "snapshot.read"), (2, "snapshot.copied")])
-@settings(max_examples=4, deadline=None, phases=NO_SHRINK)
-@given(stream=streams(RULES, num_steps=st.just(8)))
+@settings(max_examples=5, deadline=None, phases=NO_SHRINK)
+@given(stream=streams({**RULES, **{f"{name}, demoted": DEMOTED[name] for name in DEMOTED}}, num_steps=st.just(8)))
 def test_what_is_written_beside_steps_is_of_one_moment(ranks, tmp_path_factory, world_size, point, stream):
+    assume(stream.fits(world_size))
     folder = tmp_path_factory.mktemp("checkpoints")
     ranks.run(save_both_ways, folder, stream, point, world_size=world_size)
     assert sums_of(folder / "async") == sums_of(folder / "sync")

@@ -24,7 +24,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Dynamic, TensorTrain, Tiers, Uniform
-from tests.support.slowed import slowed, sums_of
+from tests.support.slowed import held, slowed, sums_of
 
 RULES = {"sgd": SGD(), "adagrad": AdaGrad(), "row_wise_adagrad": RowWiseAdaGrad(), "adam": Adam()}
 
@@ -245,22 +245,6 @@ def cancel(mesh, folder):
 
 
 DENSE = {**PLAIN, "tables": PLAIN["tables"][:1]}
-
-
-@contextlib.contextmanager
-def held(point):
-    """Nothing that comes to a point goes on before the end of the block."""
-    is_over, has_come = threading.Event(), threading.Event()
-
-    def hold():
-        has_come.set()
-        assert is_over.wait(60)
-
-    with arm(point=point, action=hold):
-        try:
-            yield has_come
-        finally:
-            is_over.set()
 
 
 def test_rows_are_read_ahead_of_the_disk(tmp_path):

@@ -22,6 +22,7 @@ from tests.dynamic.test_resolver import at_the_end
 from tests.dynamic.test_traps import bags, initial, made, read, train
 from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle, run_pipeline
 from tests.support.redis_server import redis_server as redis_server
+from tests.support.slowed import held, sums_of
 from tests.support.tables import OPTIMIZERS
 
 MEMORY = {"mode": "demote", "store": "memory", "store_capacity": 100}
@@ -217,11 +218,24 @@ def test_a_checkpoint_without_demoted_ids_is_read_and_one_with_them_is_not_where
     assert torch.equal(read(embeddings, [8, 7]), initial(embeddings, [8, 7]) - 1)
 
 
-def test_such_tables_are_not_saved_beside_steps(tmp_path):
-    embeddings = made(capacity=2, shards=1, **MEMORY)
-    with pytest.raises(ConfigurationError, match=r"table 'item' demotes ids, .* use rowmesh\.save"):
-        rowmesh.async_save(tmp_path / "model", {"embeddings": embeddings})
-    assert not (tmp_path / "model").exists()
+@pytest.mark.parametrize("kind", ["memory", "file", "rocksdb", "redis"])
+@pytest.mark.parametrize("room", [6, 50])
+def test_what_is_saved_beside_steps_is_what_was_demoted_then(tmp_path, request, kind, room):
+    """Whether ids come back, leave, or are forgotten while the writer stands still."""
+    store = "memory" if kind == "memory" else url_of(kind, tmp_path, request)
+    embeddings = made(capacity=4, shards=2, mode="demote", store=store, store_capacity=room)
+    train(embeddings, [1, 2], [3, 4], [5, 6], [7, 8], [9, 10])
+    rowmesh.save(tmp_path / "sync", {"embeddings": embeddings})
+    with held("checkpoint.write_rows") as has_come:
+        saving = rowmesh.async_save(tmp_path / "async", {"embeddings": embeddings})
+        assert has_come.wait(60)
+        train(embeddings, [1, 9], [11, 2], [5, 12], [13, 14], [1, 15], [10, 16])
+    assert saving.wait()
+    assert sums_of(tmp_path / "async") == sums_of(tmp_path / "sync")
+    rowmesh.save(tmp_path / "sync", {"embeddings": embeddings}, overwrite=True)
+    assert rowmesh.async_save(tmp_path / "async", {"embeddings": embeddings}, overwrite=True).wait()
+    assert sums_of(tmp_path / "async") == sums_of(tmp_path / "sync")
+    embeddings.close()
 
 
 @pytest.mark.parametrize("kind", ["rocksdb", "redis"])

@@ -46,12 +46,13 @@ MODES = {
         "tables.dynamic.eviction=lfu",
     ],
     "dynamic, demoting": [*_DYNAMIC, "tables.dynamic.mode=demote", "tables.dynamic.store=memory"],
-    "dynamic, demoting, pipelined": [
+    "dynamic, demoting, pipelined, asynchronous": [
         *_DYNAMIC,
         _PIPELINED,
         "tables.dynamic.mode=demote",
         "tables.dynamic.store=memory",
         "tables.dynamic.store_capacity=90",
+        "checkpoint.asynchronous=true",
     ],
     "asynchronous": ["checkpoint.asynchronous=true"],
     "incremental, asynchronous": ["checkpoint.incremental=3", "checkpoint.asynchronous=true"],

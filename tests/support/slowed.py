@@ -52,6 +52,22 @@ class Gate:
 
 
 @contextlib.contextmanager
+def held(point: str) -> Iterator[threading.Event]:
+    """Nothing that comes to a point goes on before the end of the block; says when something has come."""
+    is_over, has_come = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        has_come.set()
+        assert is_over.wait(PATIENCE_S)
+
+    with arm(point=point, action=hold):
+        try:
+            yield has_come
+        finally:
+            is_over.set()
+
+
+@contextlib.contextmanager
 def slowed(point: str, shard_rows: int = 8) -> Iterator[Gate]:
     """For the time of a block snapshots have small shards, at each of which a gate holds the writer.
 

@@ -56,7 +56,7 @@ MODES = {
     "dynamic, one-sided, increments beside steps": ["parallel.transport=one_sided", *DYNAMIC, *BESIDE, *INCREMENTS],
     "dynamic, exact replicas, increments": [*DYNAMIC, *INCREMENTS, "parallel.replicas=2"],
     "dynamic, demoting": [*DYNAMIC, "tables.dynamic.mode=demote", "tables.dynamic.store=memory"],
-    "dynamic, demoting, pipelined": [
+    "dynamic, demoting, pipelined, beside steps": [
         *DYNAMIC,
         "tables.dynamic.mode=demote",
         "tables.dynamic.store=file:{records}",
@@ -104,7 +104,7 @@ def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3,
         ("tiered, pipelined", 2),
         ("copies", 2),
         ("dynamic, one-sided, increments beside steps", 2),
-        ("dynamic, demoting, pipelined", 2),
+        ("dynamic, demoting, pipelined, beside steps", 2),
         ("averaged replicas", 2),
         ("cores", 1),
         ("dropout", 2),

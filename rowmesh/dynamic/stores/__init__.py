@@ -3,5 +3,6 @@
 from rowmesh.dynamic.stores.opening import open_records
 from rowmesh.dynamic.stores.protocol import RecordStore
 from rowmesh.dynamic.stores.retry import Retry
+from rowmesh.dynamic.stores.shared import FrozenStore, SharedStore
 
-__all__ = ["RecordStore", "Retry", "open_records"]
+__all__ = ["FrozenStore", "RecordStore", "Retry", "SharedStore", "open_records"]
