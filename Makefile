@@ -34,7 +34,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
