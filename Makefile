@@ -18,6 +18,9 @@ MODEL  ?= dlrm
 SCHEMA ?= movielens-1m
 ARGS   ?=
 
+# Modules are compiled once, not in each of the many processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train demo test test-slow lint format docs newcomer bench clean
 
 # torch first and pinned: a range that admits a newer release would bring the CUDA build along.
