@@ -17,7 +17,7 @@ from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.state import Opened, Promoted, ShardState, Statistics, United, check_batch, check_step
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import Index, victims
-from rowmesh.ops.dynamic_index.cpu import COUNT, HEAP_SIZE, ID, SCORE, SEEN, USED
+from rowmesh.ops.dynamic_index.cpu import COUNT, ID, NUM_LATER, SCORE, SEEN, USED
 from rowmesh.ops.dynamic_requests import cpu as requests
 from rowmesh.tables.dynamic import Dynamic
 
@@ -93,7 +93,7 @@ class DynamicShards:
 
     def _make_room(self) -> None:
         largest = int(self._capacities.max(initial=0))
-        self._selection = victims.Selection(len(self.shards), largest)
+        self._selection = victims.Selection(len(self.shards), largest, self._kind)
 
     def open(
         self,
@@ -130,14 +130,14 @@ class DynamicShards:
     @property
     def described(self) -> np.ndarray:
         """What `rowmesh.ops.dynamic_requests.open_known` must know, but for the row of the first frame."""
-        index, heaps = self._index, self._selection.heaps
+        index, later = self._index, self._selection.later
         described = np.zeros(requests.OWNER_COLUMNS, np.int64)
         described[requests.SEED] = index.seed.view(np.int64)
         described[requests.NUM_SHARDS] = self.rules.num_shards
         described[requests.FIRST_SHARD], described[requests.NUM_HERE] = self.shards.start, len(self.shards)
         described[requests.HEADERS], described[requests.RECORDS] = index.headers.ctypes.data, index.records.ctypes.data
         described[requests.NUM_SLOTS], described[requests.RECORD_COLUMNS] = index.records.shape
-        described[requests.HEAPS], described[requests.HEAP_SIZE] = heaps.ctypes.data, heaps.shape[1]
+        described[requests.LATER], described[requests.MOST_LATER] = later.ctypes.data, later.shape[1]
         described[requests.KIND], described[requests.DECAY_STEPS] = self._kind, self.rules.decay_steps
         return described
 
@@ -221,7 +221,7 @@ class DynamicShards:
         if self._candidates is not None:
             self._candidates.commit(batch.at(unknown), decision.totals, admitted, decision.window != self._window)
         decay = self.rules.decay_steps
-        at = (index.records, index.records.ctypes.data, self._selection.heaps, self._kind, decay, step)
+        at = (index.records, index.records.ctypes.data, self._selection.later, self._kind, decay, step)
         victims.touch(index.headers, *at, frames, batch.shards, counts, given)
         promoted = np.zeros(len(frames), bool)
         promoted[decision.promoted.places] = True
@@ -235,8 +235,9 @@ class DynamicShards:
         self._frames.lease(evicted)
         entering = unknown[admitted]
         new, slots = batch.at(entering), frames[entering]
-        index.insert(new.ids, new.hashes, new.shards, slots)
-        victims.fill(index.headers, *at, slots, new.shards, decision.totals[admitted], given[entering])
+        index.reserve(new.shards)
+        what = new.ids, new.hashes, new.shards, slots, decision.totals[admitted], given[entering]
+        victims.enter(index.headers, *at, *what)
         if self.expiry.is_used:
             self.expiry.add(step, decision.past, frames[~guest], index.records)
         self._step, self._window = step, decision.window
@@ -259,21 +260,24 @@ class DynamicShards:
         frames[places] = slots
 
     def _evict(self, at, decision: _Decision) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        expired = decision.expired
-        ids, facts = self._index.records[expired, ID], self._facts_at(expired)
+        expired, records = decision.expired, self._index.records
+        ids, facts = records[expired, ID], self._facts_at(expired)
         if len(expired):
             old = self._locate(ids)
             self._index.erase(old.ids, old.hashes, old.shards)
         count = int(decision.missing.sum())
         if not count:
             return expired, ids, facts
-        chosen, chosen_ids, seen = np.empty((3, count), np.int64)
+        chosen, chosen_ids, of_chosen = (
+            np.empty(count, np.int64),
+            np.empty(count, np.int64),
+            np.empty((count, 3), np.int64),
+        )
         what = (self._index.seed, decision.missing, *self._selection.arguments)
-        victims.evict(self._index.headers, *at, *what, chosen, chosen_ids, seen)
-        of_chosen = self._facts_at(chosen)
-        of_chosen[:, 0] = seen
-        facts = np.concatenate([facts, of_chosen])
-        return np.concatenate([expired, chosen]), np.concatenate([ids, chosen_ids]), facts
+        victims.evict(self._index.headers, *at, *what, chosen, chosen_ids, of_chosen)
+        if not len(expired):
+            return chosen, chosen_ids, of_chosen
+        return np.concatenate([expired, chosen]), np.concatenate([ids, chosen_ids]), np.concatenate([facts, of_chosen])
 
     def release(self, frames: np.ndarray) -> None:
         """Frees frames of guests and victims whose leases ended."""
@@ -343,7 +347,7 @@ class DynamicShards:
         self._set_facts(slots, facts[entering])
         frames[entering] = slots
         frames[np.isin(frames, left_frames)] = -1
-        index.headers[np.unique(batch.shards), HEAP_SIZE] = -1  # scores have changed
+        index.headers[np.unique(batch.shards), NUM_LATER] = -1  # scores have changed
         self.expiry.begin_anew()
         return United(frames, entering, left.ids, left_frames)
 
@@ -478,7 +482,7 @@ class DynamicShards:
             records[frames, SCORE] = state.scores
         if self._candidates is not None:
             self._candidates.load(local, state, candidates)
-        self._index.headers[:, HEAP_SIZE] = -1  # steps may begin anew, and frames have changed their shards
+        self._index.headers[:, NUM_LATER] = -1  # steps may begin anew, and frames have changed their shards
         self._step, self._window = state.step, state.window
         self.expiry.begin_anew()
         self.expiry.clock.load(state.last_steps[: len(state.last_times)], state.last_times, state.step, state.now)

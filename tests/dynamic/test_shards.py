@@ -64,10 +64,10 @@ def state(shards):
     return [{n: np.asarray(getattr(s, n)).ravel().tolist() for n in names} for s in states]
 
 
-def reload(shards):
+def reload(shards, margin=MARGIN):
     """The same in a new object, with other frames."""
-    new = type(shards)("t", shards.rules, shards.shards, shards.rules.capacity + MARGIN)
-    first = shards.rules.capacity + MARGIN
+    new = type(shards)("t", shards.rules, shards.shards, shards.rules.capacity + margin)
+    first = shards.rules.capacity + margin
     for shard in shards.shards:
         old = shards.state_of(shard)
         first -= len(old.ids)
@@ -90,10 +90,25 @@ def test_decides_as_the_rules_say_over_many_streams(options, batches, capacity):
     check(options, batches, capacity)
 
 
-def check(options, batches, capacity):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eviction": "lfu"}, {"eviction": "lfu", "decay_steps": 4}, {"eviction": "lru_lfu"}, {"eviction": "score"}],
+    ids=str,
+)
+def test_decides_as_the_rules_say_in_large_shards(options):
+    rng = np.random.default_rng(0)
+    batches = []
+    for step in range(90):  # small batches when it is full: later keys have room for a dozen ids
+        ids = rng.choice(2500, 60 if step < 12 else 6, replace=False).tolist()
+        batches.append(({i: (int(rng.integers(1, 3)), int(rng.integers(-40, 40))) for i in ids}, 1, step == 70))
+    check(options, batches, 500, margin=300)
+
+
+def check(options, batches, capacity, margin=MARGIN):
     """Opens, releases and reloads as the batches say, with both, which stay alike."""
-    mine, theirs = both(Dynamic(capacity=capacity, **{"shards": 1, **options}))
+    mine, theirs = both(Dynamic(capacity=capacity, **{"shards": 1, **options}), margin)
     step, leases = 0, []
+    every = np.array(sorted({*range(31), -1, INT64.min, INT64.max}), np.int64)
     for batch, ahead, again in batches:
         step += ahead
         ids = np.array(sorted(batch), np.int64)
@@ -107,7 +122,6 @@ def check(options, batches, capacity):
             assert canonical(done[0]) == canonical(done[1])
             leases.append([np.concatenate([opened.frames[opened.guest], opened.evicted_frames]) for opened in done])
         assert state(mine) == state(theirs)
-        every = np.array(sorted({*range(31), -1, INT64.min, INT64.max}), np.int64)
         for field in ("known", "count", "last_step", "score"):
             assert (getattr(mine.statistics(every), field) == getattr(theirs.statistics(every), field)).all()
         assert ((mine.find(every) >= 0) == (theirs.find(every) >= 0)).all()
@@ -115,7 +129,7 @@ def check(options, batches, capacity):
             for shards, frames in zip((mine, theirs), leases.pop(0), strict=True):
                 shards.release(frames)
         if again:
-            mine, theirs, leases = reload(mine), reload(theirs), []
+            mine, theirs, leases = reload(mine, margin), reload(theirs, margin), []
 
 
 def opened(shards, ids, step, counts=None):

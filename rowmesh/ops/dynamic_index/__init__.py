@@ -45,7 +45,7 @@ class Index:
         self._num_shards, self._first_shard = np.uint64(num_shards), first_shard
         self.records = _records(num_slots, num_columns)
         self.headers = np.zeros((len(capacities), cpu.COLUMNS), np.int64)
-        self.headers[:, cpu.HEAP_SIZE] = -1
+        self.headers[:, cpu.NUM_LATER] = -1
         self._buffers: dict[int, np.ndarray] = {}
         self._scratch = Scratch()
         most = int(_groups_for(capacities).max(initial=1))
@@ -77,7 +77,7 @@ class Index:
 
     def insert(self, ids: np.ndarray, hashes: np.ndarray, shards: np.ndarray, slots: np.ndarray) -> None:
         """Adds ids that are not there."""
-        self._reserve(shards)
+        self.reserve(shards)
         cpu.insert(self.headers, self.records, self.records.ctypes.data, ids, hashes, shards, slots)
 
     def erase(self, ids: np.ndarray, hashes: np.ndarray, shards: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ class Index:
         self.records[self.slots_in(shard), cpu.SEEN] = 0
         address, groups = self.headers[shard, : cpu.GROUPS + 1].tolist()
         array_at(address, np.int64, cpu.GROUP_BYTES // 8 * groups)[:] = 0
-        self.headers[shard, cpu.USED], self.headers[shard, cpu.HEAP_SIZE] = 0, -1
+        self.headers[shard, cpu.USED], self.headers[shard, cpu.NUM_LATER] = 0, -1
 
     def set_num_slots(self, num_slots: int) -> None:
         """More records; those there are stay."""
@@ -105,7 +105,8 @@ class Index:
         records[: len(self.records)] = self.records
         self.records = records
 
-    def _reserve(self, shards: np.ndarray) -> None:
+    def reserve(self, shards: np.ndarray) -> None:
+        """Makes room for ids that are not there, of the given shards."""
         needed = _groups_for(self.headers[:, cpu.USED] + np.bincount(shards, minlength=len(self.headers)))
         growing = np.flatnonzero(needed > self.headers[:, cpu.GROUPS])
         if len(growing):

@@ -25,8 +25,8 @@ from numba.extending import intrinsic
 
 from rowmesh.ops.simd import inlined, kernel, load_i64, load_u32, prefetch, store_i64, store_u32
 
-ADDRESS, GROUPS, USED, HEAP_SIZE, LIMIT, EPOCH = 0, 1, 2, 3, 4, 7  # of a shard's header; LIMIT has three
-RUN_START, RUN_END, RUN_SEEN, COLUMNS = 8, 9, 10, 12
+ADDRESS, GROUPS, USED, NUM_LATER, LIMIT, EPOCH = 0, 1, 2, 3, 4, 7  # of a shard's header; LIMIT has three
+RUN_START, RUN_END, RUN_SEEN, NUM_SORTED, COLUMNS = 8, 9, 10, 11, 12
 ID, SEEN, COUNT, SCORE = 0, 1, 2, 3  # of a record; SEEN is the last step + 1, and 0 where nothing is
 GROUP, GROUP_BYTES = 12, 64
 _OVERFLOW, _SLOTS = GROUP, GROUP + 4  # bytes of a group
@@ -124,6 +124,39 @@ def ask_for(address, groups, hashed):
 
 
 @inlined
+def ask_for_record(address, num_columns, slot):
+    """Prefetches a record, which may stand on two lines."""
+    at = address + 8 * num_columns * slot
+    prefetch(at, 8)
+    prefetch(at + 8 * (num_columns - 1), 8)
+
+
+@inlined
+def _is_full(line):
+    low, high = np.uint64(load_i64(line)), np.uint64(load_i64(line + 8))
+    return low & _HIGHS == _HIGHS and high & _LOWER_HIGHS == _LOWER_HIGHS
+
+
+@inlined
+def ask_for_room(headers, hashes, shards, i):
+    """Prefetches what `put` will need for the ids after one: their groups, and the next ones where these are full."""
+    num_ids = len(hashes)
+    if i + 3 * _AHEAD < num_ids:
+        shard, hashed = shards[i + 3 * _AHEAD], hashes[i + 3 * _AHEAD]
+        ask_for(headers[shard, ADDRESS], headers[shard, GROUPS], hashed)
+    for passed in range(1, 3):
+        following = i + (3 - passed) * _AHEAD
+        if following >= 0 and following < num_ids:
+            hashed, shard, is_full = hashes[following], shards[following], True
+            address, groups = headers[shard, ADDRESS], headers[shard, GROUPS]
+            for before in range(passed):
+                group = _group_of(hashed, groups) if before == 0 else _next_group(0, groups, hashed, before)
+                is_full = is_full and _is_full(address + GROUP_BYTES * group)
+            if is_full:
+                prefetch(address + GROUP_BYTES * _next_group(0, groups, hashed, passed), 8)
+
+
+@inlined
 def _fitting(line, digest):
     """The places of a group whose digests fit: bit 8k is place k, bit 8k + 1 place 8 + k."""
     low = _matches(np.uint64(load_i64(line)), digest)
@@ -193,6 +226,19 @@ def put(address, groups, hashed, slot):
             _count_passing(line, hashed, 1)
             passed += 1
             group = _next_group(group, groups, hashed, passed)
+
+
+@inlined
+def ask_for_next(address, groups, hashed, slot):
+    """Prefetches the second group of a hash, unless the slot is in its first."""
+    line = address + GROUP_BYTES * _group_of(hashed, groups)
+    fitting, is_there = _fitting(line, _digest_of(hashed)), False
+    while fitting != np.uint64(0):
+        bit = _first_bit(fitting)
+        is_there |= np.int64(load_u32(line + _SLOTS + 4 * ((bit >> 3) + 8 * (bit & 1)))) == slot
+        fitting &= fitting - np.uint64(1)
+    if not is_there:
+        prefetch(address + GROUP_BYTES * _next_group(0, groups, hashed, 1), 8)
 
 
 @inlined
@@ -284,14 +330,15 @@ def find(headers, records, records_address, ids, hashes, shards, slots):
 @kernel
 def insert(headers, records, records_address, ids, hashes, shards, slots):
     """Adds ids that are not there, and writes them into their records. There must be room."""
-    for i in range(len(ids)):
-        ahead = min(i + _AHEAD, len(ids) - 1)
-        ask_for(headers[shards[ahead], ADDRESS], headers[shards[ahead], GROUPS], hashes[ahead])
-        prefetch(records_address + 8 * records.shape[1] * slots[ahead], 32)
-        shard = shards[i]
-        put(headers[shard, ADDRESS], headers[shard, GROUPS], hashes[i], slots[i])
-        headers[shard, USED] += 1
-        records[slots[i], ID] = ids[i]
+    for i in range(-3 * _AHEAD, len(ids)):
+        ask_for_room(headers, hashes, shards, i)
+        if i + _AHEAD >= 0 and i + _AHEAD < len(ids):
+            ask_for_record(records_address, records.shape[1], slots[i + _AHEAD])
+        if i >= 0:
+            shard = shards[i]
+            put(headers[shard, ADDRESS], headers[shard, GROUPS], hashes[i], slots[i])
+            headers[shard, USED] += 1
+            records[slots[i], ID] = ids[i]
 
 
 @kernel

@@ -15,7 +15,7 @@ from rowmesh.ops.simd import inlined, kernel, load_i64, store_i64
 
 # What `open_known` must know of a table, int64 each.
 SEED, NUM_SHARDS, FIRST_SHARD, NUM_HERE, HEADERS, RECORDS, NUM_SLOTS, RECORD_COLUMNS = range(8)
-HEAPS, HEAP_SIZE, KIND, DECAY_STEPS, FIRST_ROW, OWNER_COLUMNS = 8, 9, 10, 11, 12, 13
+LATER, MOST_LATER, KIND, DECAY_STEPS, FIRST_ROW, OWNER_COLUMNS = 8, 9, 10, 11, 12, 13
 UNKNOWN, HITS, OUTCOME_COLUMNS = 0, 1, 2
 _RANK_BITS = 32
 _intrinsic: Any = intrinsic
@@ -131,7 +131,7 @@ def open_known(owners, sizes, begins, ids_at, counts_at, rows_at, step, slots, h
             continue
         headers = _view2(owner[HEADERS], owner[NUM_HERE], COLUMNS)
         records = _view2(owner[RECORDS], owner[NUM_SLOTS], owner[RECORD_COLUMNS])
-        heaps = carray(_pointer(owner[HEAPS]), (owner[NUM_HERE], owner[HEAP_SIZE], 4))
+        later = carray(_pointer(owner[LATER]), (owner[NUM_HERE], owner[MOST_LATER], 4))
         modulus, seed = np.uint64(owner[NUM_SHARDS]), np.uint64(owner[SEED])
         unknown, at = 0, 0
         for rank in range(num_ranks):
@@ -161,7 +161,7 @@ def open_known(owners, sizes, begins, ids_at, counts_at, rows_at, step, slots, h
                 headers,
                 records,
                 owner[RECORDS],
-                heaps,
+                later,
                 owner[KIND],
                 owner[DECAY_STEPS],
                 step,
