@@ -238,6 +238,8 @@ class DynamicShards:
         index.reserve(new.shards)
         what = new.ids, new.hashes, new.shards, slots, decision.totals[admitted], given[entering]
         victims.enter(index.headers, *at, *what)
+        if self.rules.eviction != "ttl" and len(entering):
+            victims.begin(index.headers, *at, self._capacities, self._selection.arguments)
         if self.expiry.is_used:
             self.expiry.add(step, decision.past, frames[~guest], index.records)
         self._step, self._window = step, decision.window
@@ -268,11 +270,8 @@ class DynamicShards:
         count = int(decision.missing.sum())
         if not count:
             return expired, ids, facts
-        chosen, chosen_ids, of_chosen = (
-            np.empty(count, np.int64),
-            np.empty(count, np.int64),
-            np.empty((count, 3), np.int64),
-        )
+        chosen, chosen_ids = np.empty((2, count), np.int64)
+        of_chosen = np.empty((count, 3), np.int64)
         what = (self._index.seed, decision.missing, *self._selection.arguments)
         victims.evict(self._index.headers, *at, *what, chosen, chosen_ids, of_chosen)
         if not len(expired):

@@ -40,11 +40,14 @@ from rowmesh.ops.dynamic_index.cpu import (
     take_out,
 )
 from rowmesh.ops.dynamic_index.ordering import NUM_ENDS, less, order
+from rowmesh.ops.memory import Buffer, populate
 from rowmesh.ops.simd import inlined, kernel, prefetch
 
 RECENCY, FREQUENCY, BOTH, GIVEN = 0, 1, 2, 3
 _MAX = np.int64(2**63 - 1)
 _AHEAD = 16
+_MOST_EAGER_BYTES = 256 << 20
+_GOLDEN_RATIO = 0.6180339887498949
 
 
 class Selection:
@@ -59,8 +62,8 @@ class Selection:
     def __init__(self, num_shards: int, largest: int, kind: int) -> None:
         # By recency, new keys are beyond every limit: runs get the memory that later ones do not need.
         num_later, in_run = (0, 9 * largest // 20) if kind == RECENCY else (largest // 40, largest // 4)
-        self.later = np.zeros((num_shards, max(8, num_later), 4), np.int64)
-        self._runs = np.zeros((num_shards, max(8, in_run)), np.uint32)
+        self.later = _zeros(np.int64, num_shards, max(8, num_later), 4)
+        self._runs = _zeros(np.uint32, num_shards, max(8, in_run))
         slots, kept = np.empty(largest, np.uint32), np.empty_like(self.later[:1].reshape(-1, 4))
         rows, scratch = np.empty((2, max(8, largest), 4), np.int64)
         ends, stack = np.empty(NUM_ENDS, np.int64), np.empty((1 + largest // 32, 2), np.int64)
@@ -70,6 +73,15 @@ class Selection:
     def num_bytes(self) -> int:
         """Of what grows with the shards, without scratch memory."""
         return self.later.nbytes + self._runs.nbytes
+
+
+def _zeros(dtype: type, *shape: int) -> np.ndarray:
+    """Zeros, committed at once unless they are many: else the step in which the shards are full would commit them."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = Buffer(num_bytes)
+    if num_bytes <= _MOST_EAGER_BYTES:
+        populate(buffer.address, num_bytes)
+    return buffer.array(dtype, *shape)
 
 
 @inlined
@@ -247,13 +259,15 @@ def _sort_later(header, later, rows, scratch, ends, stack):
 def _select(headers, all_later, shard, records, records_address, kind, decay_steps, step, wanted, usual, scratch):
     """Begins a new run of the `usual` smallest keys, or `wanted` if that is more, which come first in the rows."""
     header, frames, rows = headers[shard], scratch[0], scratch[1]
-    share = shard * 0.6180339887498949 % 1.0
+    share = shard * _GOLDEN_RATIO % 1.0
     epoch = step // decay_steps if decay_steps > 0 else 0
     front = _gather(header, records, records_address, kind, epoch, decay_steps, step, frames, rows)
     # The first run of each shard is of another length, so that shards which fill alike do not all select together.
     length = usual if header[RUN_SEEN] > 0 else np.int64(usual * (0.25 + 0.75 * share))
     chosen = min(front, max(length, wanted))
     # Rows from `front` on are used below: the ranges that are ordered end before them.
+    if chosen == 0:  # this batch has seen them all
+        return
     order(rows, front, chosen, *scratch[2:])
     for k in range(3):
         header[LIMIT + k] = rows[chosen - 1, k]
@@ -403,3 +417,25 @@ def evict(
             count += _take(header, mine, run, *at, epoch, decay_steps, step, wanted, victims, facts, count, kept)
             _remove(header, records, seed, victims, ids, first, count)
     return count
+
+
+@kernel
+def begin(headers, records, records_address, later, kind, decay_steps, step, capacities, arguments):
+    """Selects in some shards that will be full soon, each at another fill, so that not all select when they are full.
+
+    What comes within the limit until then must fit among the later keys; by recency nothing does, so there it begins
+    earlier. `arguments` are those of a `Selection`.
+    """
+    runs, frames, rows, scratch, ends, stack, _ = arguments
+    epoch = step // decay_steps if decay_steps > 0 else 0
+    first, range_of = (0.4, 0.55) if kind == RECENCY else (0.8, 0.19)
+    left = 1 + len(headers) // 32
+    for shard in range(len(headers)):
+        fill = first + range_of * (shard * _GOLDEN_RATIO % 1.0)
+        if left > 0 and headers[shard, RUN_SEEN] == 0 and headers[shard, USED] > fill * capacities[shard]:
+            headers[shard, EPOCH] = epoch
+            at = (records, records_address, kind, decay_steps, step)
+            _select(headers, later, shard, *at, 0, runs.shape[1], (frames, rows, scratch, ends, stack))
+            for i in range(headers[shard, RUN_END]):
+                runs[shard, i] = rows[i, 3]
+            left -= 1
