@@ -14,6 +14,7 @@ from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh.ops.gather import cuda as gather_ops
 from rowmesh.ops.merge_update import cuda as merge_ops
 from rowmesh.ops.pool import cuda as pool_ops
+from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.segment_unique import cuda as unique_ops
 from rowmesh.optim import RowWiseAdaGrad
 
@@ -119,7 +120,7 @@ def pool_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 def _pool_cases(inverse: Tensor, num_rows: int, pooling: int, dim: int) -> Iterator[Case]:
     device, num_ids = inverse.device, inverse.numel()
     count = num_ids // NUM_TABLES // pooling
-    bags = pool_ops.Bags.describe(
+    bags = Bags.describe(
         [
             (f * count * pooling, (f + 1) * count * pooling, -1, pooling, count, f * dim, NUM_TABLES * dim, 0)
             for f in range(NUM_TABLES)

@@ -37,6 +37,7 @@ from rowmesh.ops.memory import Buffer, Memory, array_at, held_bytes
 from rowmesh.ops.merge_update import DeviceMerged, HostMerged, Merged, Merger
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.pool import DESCRIPTOR
+from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.transfer import upload
 from rowmesh.ops.window import place_own
@@ -51,7 +52,6 @@ from rowmesh.tables.dense import compute_dtype
 
 if TYPE_CHECKING:
     from rowmesh.exchange.replica_rows import ReplicatedMeans, ReplicatedSums
-    from rowmesh.ops.pool.cuda import Bags
 
 
 def never() -> bool:

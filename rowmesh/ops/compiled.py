@@ -28,7 +28,7 @@ from rowmesh.faults import reach
 
 logger = logging.getLogger("rowmesh")
 _DIGEST_BYTES = 16
-WAIT_S = 30.0
+WAIT_S = 120.0
 """How long a process waits for another one that compiles the same kernel."""
 _said: set[str] = set()
 _njit: Any = numba.njit

@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import sys
 import threading
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -40,6 +41,7 @@ def declare(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_said", set())
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # to which sources of one second and one size are the same
 
     def declare(factor=2):
         path = tmp_path / "kernels.py"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from rowmesh.ops.gpu import compute_dtype
 from rowmesh.ops.pool import reference
+from rowmesh.ops.pool.handles import Bags
 from tests.support.memory import Poisoned
 from tests.support.triton import kernels_of
 
@@ -41,7 +42,7 @@ class Job:
         self.inverse = torch.randint(self.num_rows, (self.num_ids,), generator=generator, dtype=torch.int32)
         features = [self._describe(f) for f in range(len(self.lengths))]
         offsets, weights = (None if t is None else t.to(self.device) for t in (self.offsets, self.weights))
-        self.bags = cuda.Bags.describe(features, self.device, None if self.is_fixed else offsets, weights)
+        self.bags = Bags.describe(features, self.device, None if self.is_fixed else offsets, weights)
 
     def _describe(self, f):
         begin, end = self.offsets[[f * self.num_bags, (f + 1) * self.num_bags]].tolist()
@@ -160,7 +161,7 @@ def test_rows_of_many_ids_are_summed_in_chunks(device, monkeypatch):
     counts = [3, 21, 1, 8, 4, 5, 30]
     inverse = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     inverse = inverse[torch.randperm(len(inverse), generator=torch.Generator().manual_seed(0))].to(torch.int32)
-    bags = cuda.Bags.describe([(0, len(inverse), -1, 1, len(inverse), 0, 2, 0)], device)
+    bags = Bags.describe([(0, len(inverse), -1, 1, len(inverse), 0, 2, 0)], device)
     grad = torch.randn(len(inverse), 2, generator=torch.Generator().manual_seed(1))
     filed = cuda.file_cells(inverse.to(device), bags, len(counts))
     sums = cuda.backward(grad.to(device), filed, torch.empty(len(counts), 2, device=device))
@@ -174,7 +175,7 @@ def test_cells_past_two_gigabytes(device):
     """An output of which elements past 2³¹ are written, and a gradient that is read from there."""
     dim, stride = 16, 2**30
     out = torch.empty(2**31 + 64, dtype=torch.float32, device=device)  # on a CPU only touched pages cost memory
-    bags = cuda.Bags.describe([(0, 3, -1, 1, 3, 0, stride, 0)], device)
+    bags = Bags.describe([(0, 3, -1, 1, 3, 0, stride, 0)], device)
     row, inverse = torch.randn(1, dim, device=device), torch.zeros(3, dtype=torch.int32, device=device)
     cuda.pool(row, inverse, bags, out)
     assert all(torch.equal(out[bag * stride : bag * stride + dim], row[0]) for bag in range(3))
@@ -183,7 +184,7 @@ def test_cells_past_two_gigabytes(device):
 
 
 def test_refuses_what_does_not_fit(device):
-    bags = cuda.Bags.describe([(0, 2, -1, 1, 2, 0, 3, 0)], device, weights=torch.ones(3, device=device))
+    bags = Bags.describe([(0, 2, -1, 1, 2, 0, 3, 0)], device, weights=torch.ones(3, device=device))
     rows, inverse = torch.zeros(2, 3, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="2 ids need as many weights, got 3"):
         cuda.pool(rows, inverse, bags, torch.empty_like(rows))
@@ -192,7 +193,7 @@ def test_refuses_what_does_not_fit(device):
     with pytest.raises(TypeError, match="out must be float32, got bfloat16"):
         cuda.pool(rows.bfloat16(), inverse, bags, rows.bfloat16())
     with pytest.raises(ValueError, match=r"a feature has 8 numbers, got a table of shape \[1, 2\]"):
-        cuda.Bags.describe([(0, 2)], device)
-    filed = cuda.file_cells(inverse, cuda.Bags.describe([(0, 2, -1, 1, 2, 0, 3, 0)], device), 2)
+        Bags.describe([(0, 2)], device)
+    filed = cuda.file_cells(inverse, Bags.describe([(0, 2, -1, 1, 2, 0, 3, 0)], device), 2)
     with pytest.raises(ValueError, match="filed under 2 rows, out has 3"):
         cuda.backward(rows, filed, torch.empty(3, 3, device=device))

@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowmesh.ops.pool.handles import Bags, FiledCells
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.transfer import upload
 
 if TYPE_CHECKING:
-    from rowmesh.ops.pool.cuda import Bags, FiledCells
     from rowmesh.ops.route.cuda import DeviceMap, Routed
     from rowmesh.ops.segment_unique.cuda import Unique
 
@@ -236,8 +236,6 @@ class DeviceIds:
             offsets: of all bags of the batch; None where they are equally long.
             weights: of the group's ids, or None.
         """
-        from rowmesh.ops.pool.cuda import Bags
-
         return Bags.describe(descriptors(layout, first_bags), self._device, offsets, weights)
 
 

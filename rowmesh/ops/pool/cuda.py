@@ -14,8 +14,6 @@ CHUNK ids it is that of the CPU, and the sum equal to the bit; beyond that it is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,119 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_dtype, launch, tile_of_rows
+from rowmesh.ops.pool.handles import WIDEST, Bags, FiledCells
 
-DESCRIPTOR = 8  # int64 values that describe a feature
 CHUNK = 256
 _BLOCK = 1024
 MOST_JAGGED = 16  # of a program: with a warp of them or more, triton 3.6 and 3.7 fail on code of their own making
 _FEW = 256  # bags of a program that divides in 64 bits, which takes many registers
-_WIDEST = 16  # elements: 16 bytes of any type, and more
 _STORAGE = (torch.float32, torch.bfloat16, torch.float64)
 _INDEX = (torch.int64, torch.int32)
 _UNROLL = tl.constexpr(4)  # loads that do not wait for one another
 _CHUNK_UNROLL = tl.constexpr(8)
-
-
-@dataclass(frozen=True, eq=False)
-class Bags:
-    """How the ids of a batch form bags, and where the vectors of bags belong.
-
-    Attributes:
-        features: int64 `[F, 8]`, the descriptors of features.
-        offsets: int64, the bounds of bags; None where no feature has any.
-        weights: `[N]`, float32 or float64: factors of ids, or None.
-        num_bags: the most bags of a feature.
-        has_mean: whether any feature is a mean.
-        is_single: whether every bag has one id.
-        alignment: every vector of the output begins at a multiple of so many elements; a power of two.
-    """
-
-    features: Tensor
-    offsets: Tensor | None
-    weights: Tensor | None
-    num_bags: int
-    has_mean: bool
-    is_single: bool
-    alignment: int
-
-    @classmethod
-    def describe(
-        cls,
-        features: Sequence[Sequence[int]],
-        device: torch.device,
-        offsets: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> Bags:
-        """Takes descriptors to the device, without waiting for it.
-
-        Args:
-            features: one feature or more, each as eight numbers::
-
-                    ids_begin  ids_end  offsets  bag_size  num_bags  first_cell  stride  mean
-
-                `offsets` is where its `num_bags` + 1 bounds begin in the tensor of that name (only their differences
-                count), or −1 where every bag has `bag_size` ids. The vector of bag i begins at element first_cell +
-                i · stride of the output; ids that are not pooled are bags of one. `mean` is 1 where sums are divided
-                by the number of ids.
-            device: of everything.
-            offsets, weights: as above.
-        """
-        table = torch.tensor(features, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        if table.dim() != 2 or table.shape[1] != DESCRIPTOR:
-            raise ValueError(f"a feature has {DESCRIPTOR} numbers, got a table of shape {list(table.shape)}")
-        common = math.gcd(_WIDEST, *(number for feature in features for number in feature[5:7]))
-        return cls(
-            table.to(device, non_blocking=True),
-            offsets,
-            weights,
-            num_bags=max(feature[4] for feature in features),
-            has_mean=any(feature[7] for feature in features),
-            is_single=all(feature[2] < 0 and feature[3] == 1 for feature in features),
-            alignment=common,
-        )
-
-    @property
-    def has_factors(self) -> bool:
-        """Whether rows are multiplied before they are added."""
-        return self.has_mean or self.weights is not None
-
-    def check(self, num_ids: int, device: torch.device) -> None:
-        """Raises where the kernels could not read them.
-
-        Raises:
-            TypeError: a dtype is wrong.
-            ValueError: a shape, layout or device does not fit.
-        """
-        check("features", self.features, (torch.int64,), 2, device)
-        if self.offsets is not None:
-            check("offsets", self.offsets, (torch.int64,), 1, device)
-        if self.weights is not None:
-            check("weights", self.weights, (torch.float32, torch.float64), 1, device)
-            if self.weights.numel() != num_ids:
-                raise ValueError(f"{num_ids} ids need as many weights, got {self.weights.numel()}")
-
-
-@dataclass(frozen=True, eq=False)
-class FiledCells:
-    """The inverse by rows: row u went into `cells[pointers[u]:pointers[u + 1]]`, in the order of the ids.
-
-    Attributes:
-        rows: int32 `[N]`: the row of each entry, ascending.
-        pointers: int32 `[U + 1]`; N for rows that do not occur.
-        cells: int64 `[N]`: elements of the output.
-        factors: `[N]` of the type of the arithmetic, or None.
-        alignment: all cells are multiples of it.
-    """
-
-    rows: Tensor
-    pointers: Tensor
-    cells: Tensor
-    factors: Tensor | None
-    alignment: int
-
-    def of_first(self, num_rows: int) -> FiledCells:
-        """The same where it has become known that there are no more rows than so many."""
-        return replace(self, pointers=self.pointers[: num_rows + 1])
 
 
 @triton.jit
@@ -578,7 +473,7 @@ def _arithmetic(dtype: torch.dtype) -> tl.dtype:
 
 
 def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -> tuple[Signature, ...]:
-    alignment = math.gcd(dim, _WIDEST)
+    alignment = math.gcd(dim, WIDEST)
     common = {"DIM": dim, "DTYPE": tl.dtype(compute), "ALIGNMENT": alignment, "COLUMNS": columns}
     single = {"slots": None, "offsets": None, "weights": None, "MEAN": False, "BAGS": tile, "UNROLL": 0}
     chunks = {"factors": None, "CHUNK": CHUNK, "UNROLL": _CHUNK_UNROLL.value}

@@ -109,7 +109,7 @@ class DevicePool:
     """The same of rows on a device; arguments as for `HostPool`."""
 
     def __init__(self, bags: Bags, prefixes: DevicePrefixes, dim: int, dtype: torch.dtype, is_mean: bool) -> None:
-        from rowmesh.ops.pool import cuda
+        from rowmesh.ops.pool import cuda, handles
 
         self._kernels, self._prefixes, self._count, self._dim, self._dtype = cuda, prefixes, bags.count, dim, dtype
         weights = bags.weights  # a copy, as the backward reads them again: the user may change his own
@@ -117,7 +117,7 @@ class DevicePool:
         first_bound = -1 if bags.offsets is None else 0
         has_mean = int(is_mean and bags.size != 1)
         feature = (0, bags.ids.numel(), first_bound, bags.size, bags.count, 0, dim, has_mean)
-        self._bags = cuda.Bags.describe([feature], bags.ids.device, bags.offsets, weights)
+        self._bags = handles.Bags.describe([feature], bags.ids.device, bags.offsets, weights)
 
     def row_buffer(self) -> Tensor:
         """`[N, D]` for the rows of the distinct ids."""

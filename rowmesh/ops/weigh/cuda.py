@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.ops.gpu import Signature, ceil_div, check, compute_dtype, launch, tile_of_rows
-from rowmesh.ops.pool.cuda import MOST_JAGGED, Bags, bags_of, factor_of
+from rowmesh.ops.pool.cuda import MOST_JAGGED, bags_of, factor_of
+from rowmesh.ops.pool.handles import Bags
 
 _STORAGE = (torch.float32, torch.bfloat16, torch.float64)
 

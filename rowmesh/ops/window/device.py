@@ -23,7 +23,7 @@ from rowmesh.ops.window.cpu import FINAL
 from rowmesh.ops.window.order import Order
 
 if TYPE_CHECKING:
-    from rowmesh.ops.pool.cuda import Bags, FiledCells
+    from rowmesh.ops.pool.handles import Bags, FiledCells
 
 
 @dataclass(frozen=True, eq=False)
