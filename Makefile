@@ -21,7 +21,7 @@ ARGS   ?=
 # Modules are compiled once, not in each of the many processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train demo test test-slow lint format docs newcomer bench clean
+.PHONY: train demo test test-listed test-slow lint format docs newcomer bench clean
 
 # torch first and pinned: a range that admits a newer release would bring the CUDA build along.
 $(READY): pyproject.toml
@@ -37,7 +37,10 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+
+test-listed: $(READY)
+	$(BIN)/python -m pytest -m listed --numprocesses 3 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.listed)
 
 
 def pytest_collection_finish():

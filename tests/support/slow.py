@@ -1,4 +1,4 @@
-"""Cases that `make test` leaves out: others that it runs are much like them."""
+"""Cases that `make test` leaves out and `make test-listed` runs."""
 
 from functools import cache
 from pathlib import Path
