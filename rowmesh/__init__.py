@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rowmesh.mesh.synchronization import Synchronization
     from rowmesh.models import DotInteraction
     from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
+    from rowmesh.periodic import Checkpoints
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
     from rowmesh.saving import Saving, async_save, load, save
@@ -39,6 +40,7 @@ _EXPORTS = {
     "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
+    "rowmesh.periodic": ("Checkpoints",),
     "rowmesh.saving": ("Saving", "async_save", "load", "save"),
     "rowmesh.sharded_state": ("ShardedState",),
     "rowmesh.sparse": ("PositionWeights", "SparseBatch"),
@@ -53,6 +55,7 @@ __all__ = [
     "AdaGrad",
     "Adam",
     "AveragedRows",
+    "Checkpoints",
     "Constant",
     "DotInteraction",
     "EmbeddingCollection",

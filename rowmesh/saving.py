@@ -6,9 +6,9 @@ The rows are as `rowmesh.checkpoint` writes them, by table and row; the other st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from rowmesh import checkpoint
@@ -62,7 +62,7 @@ def save(
         7
     """
     folder, parts = Path(folder), Parts(state)
-    dense = _prepared(folder, parts, overwrite=overwrite)
+    dense = _state_for(folder, parts, overwrite=overwrite)
     checkpoint.save(folder, parts.tables, dense, metadata=metadata, group=parts.tables.mesh.group)
 
 
@@ -86,7 +86,11 @@ class Saving:
         return self._save.wait(timeout_s)
 
 
-_under_way: WeakKeyDictionary[EmbeddingCollection, Saving] = WeakKeyDictionary()
+class _Awaited(Protocol):
+    def wait(self) -> object: ...
+
+
+_under_way: WeakKeyDictionary[EmbeddingCollection, _Awaited] = WeakKeyDictionary()
 
 
 def async_save(
@@ -127,31 +131,64 @@ def async_save(
     """
     folder, parts = Path(folder), Parts(state)
     collections = parts.tables.collections
-    for before in filter(None, [_under_way.pop(each, None) for each in collections]):
-        before.wait()
+    wait_for_those_before(collections)
     for each in collections:
         if reason := why_not_asynchronous(each):
             raise ConfigurationError(f"{reason}, and such cannot be saved while training goes on; use rowmesh.save")
-    dense = _prepared(folder, parts, overwrite=overwrite)
+    dense = _state_for(folder, parts, overwrite=overwrite)
     group = parts.tables.mesh.with_process_group("async_save").group
     hosts = parts.tables.mesh.hosts
     room = Room(copy_bytes, sharers=hosts.count(hosts[parts.tables.mesh.rank]))
     saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, group=group, room=room))
-    _under_way.update(dict.fromkeys(collections, saving))
+    take_turn(collections, saving)
     return saving
 
 
-def _prepared(folder: Path, parts: Parts, *, overwrite: bool) -> dict[str, Any]:
-    """All but the rows, checked on every rank."""
-    mesh, dense = parts.tables.mesh, {}
+def wait_for_those_before(collections: Iterable[EmbeddingCollection]) -> None:
+    """Waits until nothing of these is being written beside training. Collective.
 
-    def prepare() -> None:
-        if not overwrite and mesh.rank == 0 and (folder / MANIFEST).exists():
+    Raises:
+        CheckpointError: it could not be.
+    """
+    for before in filter(None, [_under_way.pop(each, None) for each in collections]):
+        before.wait()
+
+
+def take_turn(collections: Iterable[EmbeddingCollection], saving: _Awaited) -> None:
+    """Says that these are being written: whoever is next waits for it."""
+    _under_way.update(dict.fromkeys(collections, saving))
+
+
+def end_turn(collections: Iterable[EmbeddingCollection]) -> None:
+    """Says that these are being written no more."""
+    for each in collections:
+        _under_way.pop(each, None)
+
+
+def _state_for(folder: Path, parts: Parts, *, overwrite: bool) -> dict[str, Any]:
+    """All but the rows, where there is no model or it may be replaced."""
+
+    def state() -> dict[str, Any]:
+        if not overwrite and parts.tables.mesh.rank == 0 and (folder / MANIFEST).exists():
             raise CheckpointError(
                 f"there is a model in {folder} already; save to another folder, or give overwrite=True, which replaces "
                 "it when the new one is on disk"
             )
-        dense.update(parts.state("elsewhere"))
+        return parts.state("elsewhere")
+
+    return prepared(parts.tables.mesh, state)
+
+
+def prepared(mesh: Mesh, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """All but the rows, checked on every rank.
+
+    Raises:
+        CheckpointError: on every rank: a value could not be read again; names it.
+    """
+    dense: dict[str, Any] = {}
+
+    def prepare() -> None:
+        dense.update(state())
         for name, value in dense.items():
             check_plain(value, f"{name!r}")
 

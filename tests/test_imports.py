@@ -30,7 +30,7 @@ LAYERS = [
         "module_hooks",
     },
     {"collection"},
-    {"pipeline", "averaged_rows", "parts", "saving", "sharded_state"},
+    {"pipeline", "averaged_rows", "parts", "saving", "periodic", "sharded_state"},
     {"train", "doctor"},
     {"report"},
     {"cli"},

@@ -15,6 +15,7 @@ from rowmesh.cli.plan_tensor_train import report as report_cores
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.transports import reader_for
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.placement.comparison import Comparison, compare
 from rowmesh.placement.measure import measure_topology
 from rowmesh.placement.request import Mode, Objective, Request
@@ -32,7 +33,6 @@ from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of
 from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
 from rowmesh.train.tasks import open_data, task_of
-from rowmesh.train.together import on_rank_0
 
 
 @dataclass(frozen=True)

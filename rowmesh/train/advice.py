@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from rowmesh.data import Prepared
 from rowmesh.data.window import SplitFile, Window
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.train.config import Config
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.job import Job
@@ -16,7 +17,6 @@ from rowmesh.train.metrics import Metrics, area_under_roc
 from rowmesh.train.score_bins import sorted_keys
 from rowmesh.train.stopping import EarlyStopping
 from rowmesh.train.targets import is_click
-from rowmesh.train.together import on_rank_0
 from rowmesh.train.value_metrics import ValueMetrics
 
 MOST_IDS = 5_000_000

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rowmesh.data import Prepared
+from rowmesh.mesh.together import summed
 from rowmesh.train.advice import advice
 from rowmesh.train.config import chosen
 from rowmesh.train.evaluate import evaluate
@@ -18,7 +19,6 @@ from rowmesh.train.splits import check_file, check_split, check_training_splits,
 from rowmesh.train.stopping import EarlyStopping
 from rowmesh.train.targets import is_click, targets_of
 from rowmesh.train.task import StepBatch, TrainingLoader
-from rowmesh.train.together import summed
 
 
 @dataclass(frozen=True, eq=False)

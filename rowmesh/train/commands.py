@@ -21,6 +21,7 @@ from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.threads import fit_threads
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.lines import fitted
@@ -48,7 +49,6 @@ from rowmesh.train.starting import check_start, start_text
 from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
 from rowmesh.train.tasks import open_data, task_of
-from rowmesh.train.together import on_rank_0
 
 AtEnd = Callable[[RunFolder], str]
 """Something that rank 0 does with the folder of a run at its end; returns a line about it, and never fails."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement import Plan
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
@@ -26,7 +27,6 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.job import Job
 from rowmesh.train.placement import problem_of, run_topology
-from rowmesh.train.together import on_rank_0
 
 logger = logging.getLogger("rowmesh")
 

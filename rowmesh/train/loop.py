@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rowmesh.checkpoint.writer import WRITING
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.raw import RawLoader
 from rowmesh.errors import Preempted, Terminated
@@ -25,7 +26,7 @@ from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import BatchInFlight
 from rowmesh.state_form import in_form
 from rowmesh.train.best import BestModel
-from rowmesh.train.checkpoints import WRITING, Checkpoints
+from rowmesh.train.checkpoints import Checkpoints
 from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.config import Config, OptimizerConfig, chosen
 from rowmesh.train.drift import Drift, configured_drift

@@ -20,9 +20,9 @@ from torch import Tensor
 from rowmesh.data.schema import LabelKind
 from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import complete, gather_objects
 from rowmesh.train.score_bins import Keys, Labels, Logits, ScoreBins, sorted_keys
-from rowmesh.train.together import on_rank_0
 
 Weights = npt.NDArray[np.float32]
 

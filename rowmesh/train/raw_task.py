@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.raw import RawData, RawLoader
 from rowmesh.errors import ConfigurationError
+from rowmesh.mesh.together import summed
 from rowmesh.train.config import chosen
 from rowmesh.train.evaluate import evaluate
 from rowmesh.train.evaluation import Evaluation
@@ -19,7 +20,6 @@ from rowmesh.train.report import results
 from rowmesh.train.stopping import EarlyStopping
 from rowmesh.train.targets import targets_of
 from rowmesh.train.task import StepBatch, TrainingLoader
-from rowmesh.train.together import summed
 
 
 @dataclass(frozen=True, eq=False)

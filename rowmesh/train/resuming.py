@@ -14,6 +14,7 @@ from rowmesh.checkpoint.series import BEST, Series
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import cut_after
 from rowmesh.placement import Plan
@@ -25,7 +26,6 @@ from rowmesh.train.resolve import anchored, resolve, validate
 from rowmesh.train.run_folder import Claim, RunFolder
 from rowmesh.train.same_model import model_differences
 from rowmesh.train.table_data import TableData
-from rowmesh.train.together import on_rank_0
 
 Resume = Literal["no", "latest", "auto"]
 """What a run does with the checkpoints in its folder: nothing ("no"); it goes on from the newest, and is refused where

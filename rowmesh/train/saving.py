@@ -12,10 +12,10 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import described, may_pass
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.train.config import RunConfig
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import FIRST_PLAN, PLAN, Claim, RunFolder
-from rowmesh.train.together import on_rank_0
 
 SAVING = "saving the model"
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 10.0

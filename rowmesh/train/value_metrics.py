@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.train.metrics import check_labels, finite_float32, gathered, weighed
-from rowmesh.train.together import on_rank_0
 
 Floats = npt.NDArray[np.float32]
 

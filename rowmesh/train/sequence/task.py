@@ -14,6 +14,7 @@ from rowmesh.data.events import SequenceLoader
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.together import summed
 from rowmesh.models.sequence import Kind, SequenceEncoder
 from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, sampled_softmax, score_shape
 from rowmesh.ops.linear import Shape
@@ -35,7 +36,6 @@ from rowmesh.train.table_config import TableConfig
 from rowmesh.train.tables import table_specs
 from rowmesh.train.targets import Target
 from rowmesh.train.task import Computed, StepBatch, TrainingLoader
-from rowmesh.train.together import summed
 
 _COPIES = 8  # of parameters on a rank: gradients, state and what averaging takes
 

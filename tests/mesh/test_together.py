@@ -4,7 +4,7 @@ import pytest
 
 from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
-from rowmesh.train.together import on_rank_0
+from rowmesh.mesh.together import on_rank_0
 
 
 def first_pid(mesh):

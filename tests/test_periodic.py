@@ -1,0 +1,266 @@
+"""`rowmesh.Checkpoints`: a loop of one's own that is killed and taken up again ends as one that was not."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import rowmesh
+from rowmesh import Adam, Checkpoints, EmbeddingCollection, Normal, RowWiseAdaGrad, SparseBatch, TableSpec
+from rowmesh.checkpoint import read_manifest
+from rowmesh.checkpoint.series import Series
+from rowmesh.errors import CheckpointError, ConfigurationError
+from rowmesh.faults import arm
+from rowmesh.mesh import Mesh
+from rowmesh.tables import Dynamic
+from tests.support.ranks import RankPool
+from tests.test_saving import STORED, Job, assert_same
+
+STEPS = 12
+OPTIONS = {
+    "between steps": {},
+    "increments": {"incremental": 2},
+    "beside steps": {"asynchronous": True},
+    "increments beside steps": {"asynchronous": True, "incremental": 3, "copy_bytes": 0},
+}
+
+
+def loop(job, folder, last_step=STEPS, options=None):
+    """Trains with checkpoints after every second step; returns where it began, and the values of that."""
+    state = {name: part for name, part in job.state.items() if name != "step"}
+    with Checkpoints(folder, state, every_steps=2, **(options or {})) as checkpoints:
+        saved = checkpoints.resume()
+        assert saved.get("seen", 0) == 8 * checkpoints.last
+        first = job.step = checkpoints.last
+        for step in range(first, last_step):
+            job.train(1)
+            assert checkpoints.step(step + 1, {"seen": 8 * (step + 1)}) == ((step + 1) % 2 == 0)
+    return first
+
+
+def live_three_times(mesh, folder, options):
+    began = []
+    for last_step in (5, 8, STEPS):
+        job = Job(mesh, seed=last_step)  # another model, until it is loaded
+        began.append(loop(job, folder, last_step, options))
+        if last_step < STEPS:
+            job.close()
+    return began, job.everything()
+
+
+def live_once(mesh):
+    return Job(mesh, seed=5).train(STEPS).everything()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_loop_that_is_taken_up_again_ends_as_one_that_was_not(ranks: RankPool, tmp_path, options, world_size):
+    plain = ranks.run(live_once, world_size=world_size)
+    lives = ranks.run(live_three_times, tmp_path, options, world_size=world_size)
+    for (began, found), expected in zip(lives, plain, strict=True):
+        assert began == [0, 4, 8]
+        assert_same(found, expected)
+    assert Series(tmp_path).steps()[-2:] == [10, 12]
+    parents = [read_manifest(Series(tmp_path).at(step)).parent for step in (10, 12)]
+    assert [parent is not None for parent in parents] == ([False, True] if "incremental" in options else [False] * 2)
+
+
+def go_on(mesh, folder, options):
+    job = Job(mesh, seed=9)
+    began = loop(job, folder, STEPS, options)
+    return began, job.everything()
+
+
+def test_another_number_of_ranks_goes_on(ranks: RankPool, tmp_path):
+    options = {"incremental": 5, "asynchronous": True}
+    ranks.run(go_on_until_6, tmp_path, options)
+    (began, found), *others = ranks.run(go_on, tmp_path, options, world_size=4)
+    merged = found | {name: value for _, each in others for name, value in each.items()}
+    (expected,) = ranks.run(live_once, world_size=1)
+    assert began == 6
+    for name, values in expected.items():
+        for key, value in values.items():
+            torch.testing.assert_close(merged[name][key], value, rtol=1e-5, atol=1e-6)
+
+
+def go_on_until_6(mesh, folder, options):
+    job = Job(mesh, seed=5)
+    loop(job, folder, 6, options)
+    job.close()
+
+
+def dynamic_job():
+    options = {"storage": "dynamic", "dynamic": Dynamic(capacity=8, shards=2), "optimizer": Adam(lr=0.1)}
+    options["initializer"] = Normal(std=0.5)
+    return Job(Mesh(), tables=(TableSpec(name="page", num_rows=None, dim=4, **options),))
+
+
+def train_on(job, step):
+    ids = torch.tensor([[(7 * step + each) % 23 for each in range(4)]])
+    job.dense_optimizer.zero_grad()
+    job.model(SparseBatch.from_dense(["page"], ids)).square().mean().backward()
+    job.dense_optimizer.step()
+    job.sparse_optimizer.step()
+
+
+def test_increments_of_dynamic_tables_forget_what_they_evict(tmp_path):
+    job = dynamic_job()
+    state = {"model": job.model, "dense": job.dense_optimizer, "sparse": job.sparse_optimizer}
+    with Checkpoints(tmp_path, state, every_steps=3, incremental=9, keep_last=9) as checkpoints:
+        for step in range(9):
+            train_on(job, step)
+            checkpoints.step(step + 1)
+    other = dynamic_job()
+    with Checkpoints(
+        tmp_path, {"model": other.model, "dense": other.dense_optimizer, "sparse": other.sparse_optimizer}
+    ) as again:
+        assert again.resume() == {}
+        assert again.last == 9
+    for step in range(9, 14):
+        train_on(job, step)
+        train_on(other, step)
+    ids = torch.arange(23)[None]
+    with torch.no_grad():
+        both = [each.network.embeddings(SparseBatch.from_dense(["page"], ids)).values for each in (job, other)]
+    assert both[0].equal(both[1])
+
+
+def test_each_of_several_knows_what_changed_since_its_own(tmp_path):
+    job = Job(Mesh(), tables=STORED)
+    state = {"model": job.model, "sparse": job.sparse_optimizer}
+    often = Checkpoints(tmp_path / "often", state, every_steps=1, incremental=9)
+    seldom = Checkpoints(tmp_path / "seldom", state, every_steps=4, incremental=9)
+    with often, seldom:
+        for step in range(8):
+            job.train(1)
+            often.step(step + 1)
+            seldom.step(step + 1)
+    for folder in ("often", "seldom"):
+        other = Job(Mesh(), seed=7, tables=STORED)
+        assert Checkpoints(tmp_path / folder, {"model": other.model, "sparse": other.sparse_optimizer}).resume() == {}
+        assert_same({name: each for name, each in other.everything().items() if ":" in name}, job.everything())
+
+
+def one_table():
+    return EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4, optimizer=RowWiseAdaGrad(lr=0.1))])
+
+
+def test_those_that_are_not_to_stay_go(tmp_path):
+    with Checkpoints(tmp_path, {"tables": one_table()}, every_steps=2, keep_last=2, keep_every=6) as checkpoints:
+        for step in range(1, 16):
+            checkpoints.step(step)
+        assert checkpoints.last == 14
+    assert Series(tmp_path).steps() == [6, 12, 14]
+
+
+def test_a_damaged_one_is_said_and_the_one_before_taken(tmp_path, caplog: pytest.LogCaptureFixture):
+    with Checkpoints(tmp_path, {"tables": one_table()}, every_steps=2) as checkpoints:
+        for step in range(1, 7):
+            checkpoints.step(step, {"at": step})
+    for rows in Series(tmp_path).at(6).rglob("*.npy"):
+        rows.write_bytes(rows.read_bytes()[:-1] + b"?")
+    with caplog.at_level(logging.WARNING, "rowmesh"), Checkpoints(tmp_path, {"tables": one_table()}) as checkpoints:
+        assert checkpoints.resume() == {"at": 4}
+        checkpoints.write(5)
+    assert "not resumed from step 6" in caplog.text
+    assert Series(tmp_path).steps() == [4, 5]
+
+
+def test_where_all_are_damaged_nothing_is_begun(tmp_path):
+    with Checkpoints(tmp_path, {"tables": one_table()}) as checkpoints:
+        checkpoints.write(1)
+    for rows in Series(tmp_path).at(1).rglob("*.npy"):
+        rows.write_bytes(b"")
+    with Checkpoints(tmp_path, {"tables": one_table()}) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"step-000000001"):
+            checkpoints.resume()
+        with pytest.raises(CheckpointError, match=r"has checkpoints, the newest after step 1; call resume\(\)"):
+            checkpoints.write(2)
+    assert Series(tmp_path).steps() == [1]
+
+
+def test_checkpoints_of_another_loop_are_not_taken_for_its_own(tmp_path):
+    with Checkpoints(tmp_path, {"tables": one_table()}) as checkpoints:
+        checkpoints.write(100)
+    with (
+        Checkpoints(tmp_path, {"tables": one_table()}, every_steps=1) as checkpoints,
+        pytest.raises(CheckpointError, match=r"after step 100; call resume\(\) to go on"),
+    ):
+        checkpoints.step(1)
+    assert Series(tmp_path).steps() == [100]
+
+
+def fail_beside_steps(mesh, folder):
+    job = Job(mesh, tables=STORED)
+    state = {"model": job.model}
+    with Checkpoints(folder, state, every_steps=1, asynchronous=True, incremental=5) as checkpoints:
+        checkpoints.step(1)
+        checkpoints.wait()
+        with arm("checkpoint.write_rows=ENOSPC" if mesh.rank == 1 else ""):
+            job.train(1)
+            checkpoints.step(2)
+            job.train(1)
+            while not checkpoints._writer.is_done:
+                time.sleep(0.01)
+        with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint .*No space left"):
+            checkpoints.step(3)
+        checkpoints.step(4)  # said once: the next is written
+        rowmesh.async_save(folder / "beside", state).wait()  # waits for its turn
+        assert checkpoints.last == 4
+    return Series(folder).steps(), read_manifest(Series(folder).at(4)).parent
+
+
+def test_one_that_cannot_be_written_is_raised_on_every_rank_and_the_next_is(ranks: RankPool, tmp_path: Path):
+    assert ranks.run(fail_beside_steps, tmp_path) == [([1, 4], None)] * 2
+
+
+class LoopError(Exception):
+    """What ends a loop."""
+
+
+def test_a_loop_that_fails_leaves_what_was_written(tmp_path):
+    def fail():
+        with Checkpoints(tmp_path, {"tables": one_table()}, asynchronous=True) as checkpoints:
+            checkpoints.write(1)
+            checkpoints.wait()
+            checkpoints.write(2)
+            raise LoopError
+
+    with pytest.raises(LoopError):
+        fail()
+    assert 1 in Series(tmp_path).steps()
+    assert all((path / "manifest.json").exists() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_steps": -1}, r"every_steps is -1; it must be a whole number, 0 or more"),
+        ({"keep_last": 0}, r"keep_last is 0; it must be a whole number, 1 or more"),
+        ({"incremental": 0.5}, r"incremental is 0.5"),
+        ({"incremental": True}, r"incremental is True"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Checkpoints(tmp_path, {"tables": one_table()}, **options)
+
+
+def test_plain_values_belong_to_steps(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"'step' is a plain value, and changes; give such to step\(\)"):
+        Checkpoints(tmp_path, {"tables": one_table(), "step": 3})
+    with (
+        Checkpoints(tmp_path, {"tables": one_table()}) as checkpoints,
+        pytest.raises(ConfigurationError, match=r"'tables' is a value and a part of the state too"),
+    ):
+        checkpoints.write(1, {"tables": 3})
+
+
+def test_what_cannot_be_written_so_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rowmesh.periodic.why_not_asynchronous", lambda _: "rows are on cuda:0")
+    with pytest.raises(ConfigurationError, match=r"asynchronous checkpoints cannot be written: rows are on cuda:0"):
+        Checkpoints(tmp_path, {"tables": one_table()}, asynchronous=True)
