@@ -13,6 +13,7 @@ import rowmesh
 from rowmesh import Adam, Checkpoints, EmbeddingCollection, Normal, RowWiseAdaGrad, SparseBatch, TableSpec
 from rowmesh.checkpoint import read_manifest
 from rowmesh.checkpoint.series import Series
+from rowmesh.cli import checkpoint
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
@@ -181,6 +182,19 @@ def test_where_all_are_damaged_nothing_is_begun(tmp_path):
         with pytest.raises(CheckpointError, match=r"has checkpoints, the newest after step 1; call resume\(\)"):
             checkpoints.write(2)
     assert Series(tmp_path).steps() == [1]
+
+
+def test_the_command_line_shows_them(tmp_path, capsys: pytest.CaptureFixture[str]):
+    with Checkpoints(tmp_path, {"tables": one_table()}, every_steps=1, incremental=1) as checkpoints:
+        checkpoints.step(1)
+        checkpoints.step(2, {"progress": 3})
+    checkpoint.list_(tmp_path)
+    checkpoint.verify(tmp_path)
+    checkpoint.show(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:2]] == ["1", "2"]
+    assert [line.split()[0] for line in lines[2:]] == ["whole"] * 2 + ["checkpoint", "step", "adds", "table", "beside"]
+    assert lines[-1].split() == ["beside", "progress"]
 
 
 def test_checkpoints_of_another_loop_are_not_taken_for_its_own(tmp_path):

@@ -163,15 +163,13 @@ def _description(folder: Path) -> Iterator[str]:
 
     manifest, (step, facts) = read_manifest(folder), _facts(folder)
     dense = SavedFiles(folder, manifest).dense()
-    progress = dense.get("progress", {})
-    position = progress.get("loader", {})
+    is_of_run = "data" in manifest.metadata  # rowmesh.Checkpoints know of no data
+    progress = dense["progress"] if is_of_run else {}
     yield f"checkpoint  {folder}"
     yield f"step        {step:,}, written {facts['written']} by {manifest.world_size} rank(s), {facts['size']}"
     yield from _chain_text(folder, manifest)
-    at = position.get("position") or {}  # of raw rows
-    place = ", ".join(f"{name} {value}" for name, value in at.items())
-    place = place or f"epoch {position.get('epoch')}, batch {position.get('batch')}"
-    yield f"data        {manifest.metadata.get('data')}: {place}"
+    if is_of_run:
+        yield f"data        {manifest.metadata['data']}: {_position(progress['loader'])}"
     for name, table in manifest.tables.items():
         kind = f"cores of ranks {table.cores.ranks}" if table.cores else "rows"
         if table.known is not None:
@@ -188,6 +186,12 @@ def _description(folder: Path) -> Iterator[str]:
     yield f"beside      {', '.join(sorted(dense))}"
     if (folder / BEST).exists():
         yield f"best        the best model so far, of step {progress.get('best_step'):,}"
+
+
+def _position(loader: dict[str, Any]) -> str:
+    at = loader.get("position") or {}  # of raw rows
+    place = ", ".join(f"{name} {value}" for name, value in at.items())
+    return place or f"epoch {loader.get('epoch')}, batch {loader.get('batch')}"
 
 
 def _chain_text(folder: Path, manifest: Manifest) -> Iterator[str]:
