@@ -73,7 +73,9 @@ def _distribute(rows, first, last, wanted, ends, scratch):
             for k in range(_ROW):
                 scratch[ends[bucket], k] = rows[i, k]
             ends[bucket] += 1
-    rows[first : ends[used - 1]] = scratch[first : ends[used - 1]]
+    for i in range(first, ends[used - 1]):  # slices would bring their errors' texts, which take seconds to compile
+        for k in range(_ROW):
+            rows[i, k] = scratch[i, k]
     return used
 
 

@@ -240,7 +240,9 @@ def _sort_later(header, later, rows, scratch, ends, stack):
     """Sorts the keys that came later, which fell to those that were sorted before: the smallest is the last then."""
     first, size = header[NUM_SORTED], header[NUM_LATER]
     count, to = size - first, size - 1
-    rows[:count] = later[first:size]
+    for i in range(count):
+        for k in range(4):
+            rows[i, k] = later[first + i, k]
     order(rows, count, count, scratch, ends, stack)
     for i in range(count):
         e0, e1, e2 = rows[i, 0], rows[i, 1], rows[i, 2]
