@@ -52,7 +52,7 @@ class Checkpoints:
         last: after which step the newest is; 0: there is none.
 
     Raises:
-        ConfigurationError: as `rowmesh.save`; also where rows cannot be written so: on a GPU, say. Names it.
+        ConfigurationError: as `rowmesh.save`; also where rows cannot be written so: averaged replicas. Names it.
 
     Example:
         >>> import tempfile

@@ -118,7 +118,7 @@ def async_save(
 
     Raises:
         CheckpointError: as `save`; also where the one before could not be written.
-        ConfigurationError: as `save`; also where rows are on a GPU, or replicas are averaged.
+        ConfigurationError: as `save`; also where replicas are averaged.
 
     Example:
         >>> import tempfile
@@ -198,8 +198,6 @@ def prepared(mesh: Mesh, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def why_not_asynchronous(embeddings: EmbeddingCollection) -> str:
     """Why the rows of a collection cannot be saved while they are trained; "" where they can."""
-    if embeddings.device.type != "cpu" or embeddings.engine.options.device is not None:
-        return f"rows are on {embeddings.device}"
     if embeddings.plan.is_replicated and embeddings.synchronization.mode != "exact":
         return "replicas that are averaged change rows by messages too"
     return ""

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from rowmesh.checkpoint.snapshot import Changed, Source
 from rowmesh.dynamic.records import Before
 
 if TYPE_CHECKING:
     from rowmesh.tables import RowStore
+    from rowmesh.tables.row_store import Watcher
 
 HOOK = "changes"
 
 
 class Changes:
-    """Notes which slots are updated. A store calls it before every update in the host's memory.
+    """Notes which slots are updated, in the memory where they are. A store calls it before every update.
 
     Of dynamic tables it keeps which ids they knew, 16 bytes an id: what they know now tells which of these are gone.
 
     Rows that change otherwise are not noted: those that are set (a checkpoint that is read, averages in the place of
     rows), and those that migrate to another plan. Where there are such, `take` gives None, and the next checkpoint is
-    to be a full one. Not for rows on a device, and not for averaged replicas, whose rows change by messages.
+    to be a full one. Not for averaged replicas, whose rows change by messages.
 
     Args:
         embeddings: whose rows.
@@ -34,7 +37,7 @@ class Changes:
     def __init__(self, embeddings: Source, hook: str = HOOK) -> None:
         self._embeddings, self._hook = embeddings, hook
         self._stores: dict[int, RowStore] = {}
-        self._marks: dict[int, npt.NDArray[np.uint8]] = {}
+        self._marks: dict[int, npt.NDArray[np.uint8] | Tensor] = {}
         self._known: dict[str, Before] = {}
         self._epoch: tuple[int, int] | None = None
 
@@ -45,15 +48,16 @@ class Changes:
             What changed; None where that is not known: the first time, and where rows changed otherwise.
         """
         self._embeddings.synchronize()
-        found = Changed(self._marks, self._known) if self._epoch == self._embeddings.row_epoch else None
+        found = None
+        if self._epoch == self._embeddings.row_epoch:
+            found = Changed({number: _on_host(marks) for number, marks in self._marks.items()}, self._known)
         self._epoch, self._marks, self._known = self._embeddings.row_epoch, {}, {}
         stores: dict[int, RowStore] = {}
         for store, num_slots in self._find_stores():
             stores[id(store)] = store
             before = self._marks.get(id(store))
             if before is None or len(before) < num_slots:
-                # The system gives zeros without touching their pages.
-                self._marks[id(store)] = np.zeros(num_slots, np.uint8)
+                self._marks[id(store)] = _no_marks(store, num_slots)
         for number, store in self._stores.items():
             if number not in stores:
                 store.watch(self._hook, None)
@@ -81,8 +85,26 @@ class Changes:
         self._stores, self._marks, self._known, self._epoch = {}, {}, {}, None
 
 
-def _noting(marks: npt.NDArray[np.uint8]) -> Callable[[np.ndarray, np.ndarray], None]:
+def _no_marks(store: RowStore, num_slots: int) -> npt.NDArray[np.uint8] | Tensor:
+    """Where all rows are on a device a tensor, with one more for slots past the end."""
+    if store.is_whole and not store.has_views:
+        return torch.zeros(num_slots + 1, dtype=torch.uint8, device=store.device)
+    return np.zeros(num_slots, np.uint8)  # the system gives zeros without touching their pages
+
+
+def _on_host(marks: npt.NDArray[np.uint8] | Tensor) -> npt.NDArray[np.uint8]:
+    if not isinstance(marks, Tensor):
+        return marks
+    if marks.device.type == "cuda":
+        torch.cuda.synchronize(marks.device)  # whichever stream updates rows
+    return marks[:-1].cpu().numpy()
+
+
+def _noting(marks: npt.NDArray[np.uint8] | Tensor) -> Watcher:
     def note(slots: np.ndarray, _: np.ndarray) -> None:
         marks[slots if not len(slots) or slots.max() < len(marks) else slots[slots < len(marks)]] = 1
 
-    return note
+    def note_on_device(slots: Tensor, _: Tensor) -> None:
+        marks[slots.clamp(max=len(marks) - 1)] = 1
+
+    return note_on_device if isinstance(marks, Tensor) else note

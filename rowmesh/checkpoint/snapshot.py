@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.ahead import ReadAhead
-from rowmesh.checkpoint.room import BLOCK_BYTES, SLABS_AHEAD, Room
+from rowmesh.checkpoint.room import SLABS_AHEAD, Room
+from rowmesh.checkpoint.store_snapshot import VALUES, StoreSnapshot
 from rowmesh.dynamic.demoted_records import DemotedRecords, DemotedRows
 from rowmesh.dynamic.records import Before, KnownCopy, Records
-from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
-from rowmesh.ops.memory import laid_out, laid_out_bytes, take
-from rowmesh.ops.pre_images import PreImages, claim, copy_all, settle
 
 if TYPE_CHECKING:
     from rowmesh.dynamic.records import Records
@@ -39,8 +36,6 @@ Between two the writing thread needs the interpreter, which a step then waits fo
 """
 AHEAD_BYTES_PER_S = 2e9
 """What copies from memory to memory reach on any machine of today."""
-VALUES = "values"
-HOOK = "snapshot"
 
 
 class Source(Protocol):
@@ -155,7 +150,7 @@ class Snapshot:
 
         Rows of tiers are left out: a step that needs some waits while such are read.
         """
-        self._ahead = ReadAhead((piece for piece in self._pieces() if piece.has_views), self._room.copies)
+        self._ahead = ReadAhead((piece for piece in self._pieces() if piece.may_be_ahead), self._room.copies)
 
     def wait_ahead(self) -> None:
         """Waits until the rows that there is memory for are read ahead, for no longer than that is likely to take.
@@ -185,7 +180,7 @@ class Snapshot:
     @property
     def num_behind(self) -> int:
         """Bytes of rows and states for whose copies there was no memory at once."""
-        num_bytes = sum(each.num_bytes for each in self._stores.values() if each.has_views)
+        num_bytes = sum(each.num_bytes for each in self._stores.values() if each.may_be_ahead)
         is_ended = self._ahead is None or self._ahead.failure is not None
         return num_bytes if is_ended else max(num_bytes - self._room.copies.limit_bytes, 0)
 
@@ -237,7 +232,7 @@ class _Frozen:
         self._read: Mapping[str, Tensor] | None = None
         self._is_forgotten = False
         self._release: Callable[[], None] = lambda: None
-        self.num_bytes, self.has_views = store.bytes_of(len(slots)), store.has_views
+        self.num_bytes, self.may_be_ahead = store.bytes_of(len(slots)), store.may_be_ahead
 
     @property
     def values(self) -> Tensor:
@@ -363,150 +358,6 @@ class _FrozenState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-class StoreSnapshot:
-    """The shards of one row store, and the pre-images of their rows.
-
-    A row is in one of three states: not read and as it was; changed, with a pre-image; read. One lock orders them:
-    `preserve` saves what is in a shard that was not read, before the update that calls it; `read` copies a shard,
-    perhaps amid updates, and then marks it read and takes the pre-images of all rows that were about to change by then.
-
-    Args:
-        store: of the rows.
-        room: for pre-images.
-
-    Attributes:
-        has_views: of the store.
-        num_saved: rows whose pre-images were saved so far.
-        num_bytes: of all rows and states that are read.
-    """
-
-    def __init__(self, store: RowStore, room: Room) -> None:
-        self._room = room
-        self._store, self.states, self.has_views = store, tuple(store.state), store.has_views
-        self._kinds = [(rows.dtype, tuple(rows.shape[1:])) for rows in self._tensors().values()]
-        self._lock = threading.Lock()
-        self._shards: list[range | npt.NDArray[np.uint32]] = []
-        self._expected: list[npt.NDArray[np.uint32]] = []
-        self._is_read: list[bool] = []
-        self._saved = {kind: PreImages() for kind in self._tensors()}
-        self._buffer: Tensor | None = None
-        self._num_due = self.num_saved = self.num_bytes = 0
-        self._is_closed = False
-
-    def bytes_of(self, num_rows: int) -> int:
-        """What a copy of so many rows and their states takes."""
-        return laid_out_bytes(self._kinds, num_rows)
-
-    def add(self, slots: range | npt.NDArray[np.uint32]) -> int:
-        """Adds a shard, before `open` or of slots that are expected; returns its number. No other has any of them."""
-        with self._lock:
-            self._shards.append(slots)
-            self._is_read.append(False)
-            return len(self._shards) - 1
-
-    def expect(self, slots: npt.NDArray[np.uint32]) -> None:
-        """Slots, ascending, that are added to shards when they are in order, by a thread that reads them."""
-        self._expected.append(slots)
-
-    def open(self) -> None:
-        """From now on rows keep what they are."""
-        due = [slots for slots in (*self._shards, *self._expected) if len(slots)]
-        stop = max((int(slots[-1]) + 1 for slots in due), default=0)
-        # One more than the place of a slot's pre-image, where it has one.
-        self._places = self._room.tensor(torch.int32, stop).numpy().view(np.uint32)
-        # Of each slot: 1 where its pre-image is to be saved before an update, else 0, or what `claim` makes of it.
-        self._is_due = self._room.tensor(torch.uint8, stop).numpy()
-        self._is_due[:] = 0
-        for slots in due:
-            self._is_due[_index(slots)] = 1
-        self._expected, self._num_due = [], sum(map(len, due))
-        self.num_bytes = self.bytes_of(self._num_due)
-        if due:
-            self._store.watch(HOOK, self.preserve)
-
-    def preserve(self, slots: npt.NDArray[np.uint32], at: npt.NDArray[np.uint32]) -> None:
-        """Saves the rows that are about to be updated; a `Watcher`."""
-        with self._lock:
-            if self._is_closed:
-                return
-            at = claim(self._is_due, self._places, slots, at, self.num_saved)
-            if not len(at):
-                return
-            for kind, rows in self._tensors().items():
-                at_once = max(BLOCK_BYTES * len(rows) // max(rows.nbytes, 1), 1)
-                for begin in range(0, len(at), at_once):
-                    some = at[begin : begin + at_once]
-                    self._saved[kind].keep(rows, some, self._room.tensor(rows.dtype, len(some), *rows.shape[1:]))
-            self.num_saved += len(at)
-
-    def read(self, shard: int, buffer: Tensor | None = None) -> Mapping[str, Tensor]:
-        """The values and states of a shard.
-
-        Args:
-            shard: its number.
-            buffer: uint8, for them; default: one that the next such call uses too.
-
-        Raises:
-            RowmeshError: the snapshot was closed meanwhile.
-        """
-        slots = self._shards[shard]
-        self._room.prepare(self.bytes_of(self._num_due))
-        reach("snapshot.read")
-        copied = self._copy(slots, buffer)
-        reach("snapshot.copied")
-        with self._lock:
-            if self._is_closed:
-                raise RowmeshError("the snapshot was closed while it was read")
-            assert not self._is_read[shard], "read once"
-            self._is_read[shard] = True
-            places = settle(self._is_due, self._places, slots)
-            self._num_due -= len(slots)
-            if not self._num_due:
-                self._store.watch(HOOK, None)  # updates cost nothing more
-            blocks = {kind: list(saved.blocks) for kind, saved in self._saved.items()}
-        if len(places):  # steps need not wait from here on: nothing of it changes any more
-            for kind, out in copied.items():
-                PreImages.restore(places, out, blocks[kind])
-        return copied
-
-    def close(self) -> None:
-        """Ends watching, and frees pre-images."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._saved, self._buffer = {}, None
-                self._store.watch(HOOK, None)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {VALUES: self._store.rows, **self._store.state}
-
-    def _copy(self, slots: range | npt.NDArray[np.uint32], buffer: Tensor | None) -> dict[str, Tensor]:
-        """Rows as they are now, some of them perhaps half updated: those have pre-images."""
-        if not self.has_views:
-            rows, state = self._store.read_rows(np.array(slots, np.uint32))
-            return {VALUES: rows, **state}
-        if buffer is None:
-            buffer = self._own_buffer()
-        copied, sources = laid_out(buffer, self._kinds, len(slots)), self._tensors().values()
-        if isinstance(slots, range):
-            copy_all([source[slots.start : slots.stop] for source in sources], copied)
-        else:
-            for source, out in zip(sources, copied, strict=True):
-                take(source, slots, out)
-        return dict(zip(self._tensors(), copied, strict=True))
-
-    def _own_buffer(self) -> Tensor:
-        """One for all shards: fresh pages cost the steps time too. Those of dynamic tables may be added meanwhile."""
-        num_bytes = self.bytes_of(max(map(len, self._shards)))
-        if self._buffer is None or len(self._buffer) < num_bytes:
-            self._buffer = self._room.tensor(torch.uint8, num_bytes)
-        return self._buffer
-
-
-def _index(slots: range | npt.NDArray[np.uint32]) -> slice | npt.NDArray[np.uint32]:
-    return slice(slots.start, slots.stop) if isinstance(slots, range) else slots
 
 
 def _cuts(count: int) -> list[slice]:

@@ -170,7 +170,7 @@ class CachedArena:
         >>> arena.close()
     """
 
-    has_views = False
+    is_whole = has_views = False
 
     def __init__(
         self,
@@ -468,8 +468,15 @@ class CachedArena:
 
     def watch(self, name: str, watcher: Watcher | None) -> None:
         """Has a function called before every update of pinned rows; see `RowStore`."""
-        slots, arena = self._cache.table.slots, self.memory.arena
-        arena.watch(name, None if watcher is None else lambda places, _: watcher(slots[places], places))
+        table = self._cache.table
+
+        def tell(places: np.ndarray | Tensor, _: object) -> None:
+            assert watcher is not None
+            if isinstance(places, Tensor):
+                places = places[places < self.num_cached].cpu().numpy().astype(np.uint32)
+            watcher(table.slots[places], places)
+
+        self.memory.arena.watch(name, None if watcher is None else tell)
 
     def close(self) -> None:
         """Stops the thread and closes the store, without writing what is left; may be called again.

@@ -34,7 +34,7 @@ class DenseArena:
     Attributes:
         rows: `[num_slots, D]` of the group's dtype.
         state: optimizer state by name, `[num_slots, D]` or `[num_slots]`, float32 (float64 for float64 rows).
-        device, has_views: see `RowStore`.
+        device, is_whole, has_views: see `RowStore`.
 
     Raises:
         ConfigurationError: there are more slots than a device's kernels can tell apart.
@@ -46,6 +46,8 @@ class DenseArena:
         >>> DenseArena(group, 9).num_bytes  # row-wise AdaGrad has one number a row
         (144, 36)
     """
+
+    is_whole = True
 
     def __init__(
         self, group: TableGroup, num_slots: int, device: torch.device | None = None, rows: Tensor | None = None
@@ -131,9 +133,15 @@ class DenseArena:
     def _announce(self, slots: np.ndarray) -> np.ndarray:
         """Tells watchers of rows that are to change; returns their slots, uint32."""
         places = slots.astype(np.uint32)
-        for watcher in filter(None, tuple(self._watchers.values())):
-            watcher(places, places)
+        if watchers := self._watching:
+            announced = places if self.has_views else self._index(slots)
+            for watcher in watchers:
+                watcher(announced, announced)
         return places
+
+    @property
+    def _watching(self) -> list[Watcher]:
+        return list(filter(None, tuple(self._watchers.values())))
 
     def _wait(self) -> None:
         """Waits for all that the device was asked for: it may read and update rows of ids on any stream.
@@ -145,9 +153,10 @@ class DenseArena:
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""
-        for watcher in filter(None, tuple(self._watchers.values())):
-            if isinstance(merged, HostMerged):
-                slots = merged.slots[slice(*(part or (None,)))]
+        if watchers := self._watching:
+            is_host = isinstance(merged, HostMerged)
+            slots = merged.slots[slice(*(part or (None,)))] if is_host else merged.valid_slots
+            for watcher in watchers:
                 watcher(slots, slots)
         optimizer, state = self.group.optimizer, tuple(self.state.values())
         update(self.rows, state, merged, optimizer.name, optimizer.numbers(lr, scaling, step), part)

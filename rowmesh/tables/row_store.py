@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from rowmesh.ops.merge_update import Merged
 
-Watcher = Callable[[np.ndarray, np.ndarray], None]
-"""Gets distinct slots, and where in `RowStore.rows` they are, before the rows there are updated."""
+Watcher = Callable[[Any, Any], None]
+"""Gets distinct slots, and where in `RowStore.rows` they are, before the rows there are updated.
+
+NumPy arrays, uint32; of rows that are all in a device's memory tensors there, int64, in which `END` stands for no slot.
+"""
 
 
 class Piece(Protocol):
@@ -29,12 +32,14 @@ class RowStore(Protocol):
 
     Attributes:
         device: where rows are updated.
-        has_views: whether `rows` and `state` have all slots, in the host's memory: what is written there stays.
+        is_whole: whether `rows` and `state` have all slots.
+        has_views: whether they have, in the host's memory: what is written there stays.
         rows: `[n, D]` of the group's dtype: all slots, or what a cache holds of them.
         state: optimizer state of these by name, `[n, D]` or `[n]`, float32 (float64 for float64 rows).
     """
 
     device: torch.device
+    is_whole: bool
     has_views: bool
 
     @property
@@ -88,7 +93,7 @@ class RowStore(Protocol):
         ...
 
     def watch(self, name: str, watcher: Watcher | None) -> None:
-        """Has a function called before every update in the host's memory, one of each name; None: no more."""
+        """Has a function called before every update, one of each name; None: no more."""
 
     def close(self) -> None:
         """Stops threads and closes files, without writing what is left; may be called again."""

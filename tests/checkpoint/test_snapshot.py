@@ -83,6 +83,7 @@ class Training:
             mesh=mesh,
             transport="auto" if mesh.world_size == 1 else case["transport"],
             tiers=Tiers(fast_rows=64, fast_share=0.01),
+            device=case.get("device", "cpu"),
         )
         self._optimizer = EmbeddingOptimizer(self.embeddings)
         self._draw = np.random.default_rng([case["seed"], mesh.rank])

@@ -1,5 +1,7 @@
 """What is kept is what rows were, and it is put back where it was."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ import torch
 from hypothesis import given
 
 from rowmesh.ops.memory import Buffer
-from rowmesh.ops.pre_images import CLAIMED, PreImages, claim, copy_all, reference, settle
+from rowmesh.ops.pre_images import CLAIMED, DevicePreImages, PreImages, claim, copy_all, reference, settle
+from rowmesh.ops.pre_images import device as pre_images_of_devices
 
 MAX_SLOTS = 12
 
@@ -96,3 +99,35 @@ def test_pre_images_that_are_not_there_are_refused():
         PreImages.restore(u32([2, 0]), torch.ones(2, 3), kept.blocks)
     with pytest.raises(AssertionError, match="that there are"):
         kept.keep(torch.ones(2, 3), u32([2]), torch.empty(1, 3))
+
+
+@pytest.mark.parametrize("room_bytes", [0, 100, 1 << 20])
+@given(events=st.lists(st.lists(st.integers(0, MAX_SLOTS + 1), unique=True), max_size=6), seed=st.integers(0, 99))
+def test_rows_of_a_device_are_read_as_they_were(room_bytes, events, seed):
+    """Whatever is updated before, between and amid reads, in slabs of three rows."""
+    draw, arrays = np.random.default_rng(seed), [torch.arange(24.0).view(12, 2), torch.arange(12.0)]
+    expected, missing = [array.clone() for array in arrays], draw.permutation(MAX_SLOTS)[:2]
+    due = [range(4), u32([slot for slot in range(4, MAX_SLOTS) if slot not in missing])]
+    with mock.patch.object(pre_images_of_devices, "SLAB_ROWS", 3):
+        kept = DevicePreImages(arrays, due, MAX_SLOTS, room_bytes)
+        saved, updates = 0, iter(events)
+
+        def update():
+            slots = torch.tensor(next(updates, []), dtype=torch.int64)
+            count = kept.keep(slots, slots)
+            for array in arrays:
+                array[slots[slots < MAX_SLOTS]] += 100
+            return count
+
+        for slots in due:
+            saved += update()
+            copied = kept.copy(slots)
+            saved += update()
+            places = kept.settle(slots)
+            saved += update()
+            out = [torch.empty_like(array) for array in copied]
+            kept.restore(places, copied, out)
+            index = torch.tensor(list(slots), dtype=torch.int64)
+            assert all(torch.equal(a, b[index]) for a, b in zip(out, expected, strict=True))
+        kept.close()
+    assert saved <= sum(map(len, due))

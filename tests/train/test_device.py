@@ -23,6 +23,9 @@ from rowmesh.train.drift import Drift
 from rowmesh.train.resolve import resolve
 from tests.support.devices import READ, device_of
 from tests.support.triton import kernels_of
+from tests.train import test_publications
+from tests.train.test_publications import DYNAMIC as PUBLISHED_DYNAMIC
+from tests.train.test_resume import BESIDE, INCREMENTS, NEED_RANKS, check_killed
 
 pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped
@@ -53,6 +56,26 @@ def test_rows_of_tiered_tables_that_the_host_has_must_fit(config_file, tmp_path,
     own = ["train.device=cuda", f"run.folder={tmp_path / 'run'}", 'tables.storage="tiered"']
     with pytest.raises(ConfigurationError, match="has 1 kB of memory available"):
         run_training(resolve(config_file, own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("mode", ["pipelined", "tiered", "copies", "exact replicas", "cores", "dynamic"])
+def test_a_run_that_is_killed_ends_as_one_that_was_not(ranks, config_file, tmp_path, mode, world_size):
+    """With checkpoints beside steps, and increments."""
+    if mode in NEED_RANKS and world_size == 1:
+        pytest.skip("there is one rank")
+    options = ["train.device=cuda", "train.steps=7", *BESIDE, *INCREMENTS]
+    options += ["tables.dynamic.spare_frames=400"] if mode == "dynamic" else ["data.batch_size=64"]
+    check_killed(ranks, config_file, tmp_path, mode, world_size, ["loop.step@6=raise"], 2, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [[], [*PUBLISHED_DYNAMIC, "tables.dynamic.spare_frames=400"]], ids=["dense", "dynamic"]
+)
+def test_what_changed_on_a_device_is_published(ranks, config_file, tmp_path, options):
+    test_publications.test_readers_have_the_model(ranks, config_file, tmp_path, [*options, "train.device=cuda"], 2)
 
 
 @pytest.mark.slow

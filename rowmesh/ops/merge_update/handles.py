@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rowmesh.ops.memory import array_at
 
 END = 0xFFFFFFFF
-"""Stands for the entry after the last one of a chain."""
+"""Stands for the entry after the last one of a chain, and for no slot."""
 
 
 @dataclass(eq=False)
@@ -102,6 +103,12 @@ class DeviceMerged:
     def most_slots(self) -> int:
         """How many distinct slots there are at most, as far as is known without asking the device."""
         return self.slots.numel()
+
+    @property
+    def valid_slots(self) -> Tensor:
+        """int64 `[M]`: the distinct slots, and END in the place of those that are not valid."""
+        is_valid = torch.arange(self.most_slots, device=self.slots.device) < self.num
+        return torch.where(is_valid, self.slots, END)
 
     @property
     def num_nodes(self) -> int:

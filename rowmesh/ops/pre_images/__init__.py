@@ -4,5 +4,6 @@ None of it waits for the interpreter, which the thread that trains and the one t
 """
 
 from rowmesh.ops.pre_images.cpu import CLAIMED, Block, PreImages, claim, copy_all, settle
+from rowmesh.ops.pre_images.device import DevicePreImages
 
-__all__ = ["CLAIMED", "Block", "PreImages", "claim", "copy_all", "settle"]
+__all__ = ["CLAIMED", "Block", "DevicePreImages", "PreImages", "claim", "copy_all", "settle"]

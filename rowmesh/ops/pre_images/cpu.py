@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from numba import types
 from torch import Tensor
 
@@ -134,14 +135,17 @@ class PreImages:
         self._num = 0
 
     def keep(self, rows: Tensor, at: Slots, out: Tensor) -> None:
-        """Copies `rows[at]` to `out`, which is kept: the next pre-images."""
+        """Copies `rows[at]`, of the host's or a device's memory, to `out`, which is kept: the next pre-images."""
         assert rows.is_contiguous(), rows.stride()
         assert out.is_contiguous(), out.stride()
         assert out.dtype == rows.dtype, (out.dtype, rows.dtype)
         assert out.shape == (len(at), *rows.shape[1:]), out.shape
         assert not len(at) or int(at.max()) < len(rows), "rows that there are"
         at = np.ascontiguousarray(at, np.uint32)
-        _keep(rows.data_ptr(), _address(at), len(at), _row_bytes(rows), out.data_ptr())
+        if rows.device.type == "cpu":
+            _keep(rows.data_ptr(), _address(at), len(at), _row_bytes(rows), out.data_ptr())
+        else:
+            out.copy_(rows[torch.from_numpy(at.astype(np.int64)).to(rows.device)])
         self.blocks.append(Block(self._num, out))
         self._num += len(at)
 
