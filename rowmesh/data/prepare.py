@@ -85,11 +85,12 @@ def prepare(
         RowmeshError: the output folder is in use or not empty, or the disk is full.
     """
     _check_arguments(files, splitter, min_count, max_bad_rows)
-    if schema.time is not None:
-        raise ConfigurationError(
-            f"the schema names the column of times, {schema.time!r}, and prepared data have none; leave time out, or "
-            'train on the rows as they are (data.source = "raw")'
-        )
+    for key, column in (("time", schema.time), ("score", schema.score)):
+        if column is not None:
+            raise ConfigurationError(
+                f"the schema names the column of {key}s, {column!r}, and prepared data have none; leave {key} out, or "
+                'train on the rows as they are (data.source = "raw")'
+            )
     out = out.absolute()
     request = preparation_request(
         files,

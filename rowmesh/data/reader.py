@@ -41,6 +41,7 @@ class Block:
         lines: int64 `[n]`, the 1-based line of every row (the row number in Parquet).
         copied: the columns that the schema copies, as they are in the file; those of text files are binary.
         times: int64 `[n]`, seconds since 1970; None where the schema reads none.
+        scores: int64 `[n]`; None where the schema reads none.
     """
 
     labels: NDArray[np.float32]
@@ -51,6 +52,7 @@ class Block:
     lines: NDArray[np.int64]
     copied: tuple[pa.Array, ...]
     times: NDArray[np.int64] | None
+    scores: NDArray[np.int64] | None
 
 
 def read_blocks(path: Path, schema: Schema, quarantine: BadRows) -> Iterator[Block]:
@@ -103,7 +105,8 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
     labels, weights = _targets(columns, schema, faults, raw.table.num_rows)
     dense = _dense(columns, schema, faults, raw.table.num_rows)
     categorical = tuple(_ids(columns[feature.source], feature, faults) for feature in schema.categorical)
-    times = _times(columns[schema.time], schema, faults) if schema.time in schema.time_columns else None
+    times = _times(columns[schema.time], schema, faults) if schema.time in schema.rule_columns else None
+    scores = _scores(columns[schema.score], schema.score, faults) if schema.score in schema.rule_columns else None
     lines, copied = raw.lines, tuple(columns[name] for name in schema.copied_columns)
     if faults.reasons:
         bad = sorted(faults.reasons)
@@ -114,9 +117,10 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
         labels, dense, lines = labels[:, keep], dense[keep], lines[keep]
         weights = None if weights is None else weights[keep]
         times = None if times is None else times[keep]
+        scores = None if scores is None else scores[keep]
         categorical = tuple(array.filter(pa.array(keep)) for array in categorical)
         copied = tuple(array.filter(pa.array(keep)) for array in copied)
-    return Block(labels, weights, dense, categorical, raw.position, lines, copied, times)
+    return Block(labels, weights, dense, categorical, raw.position, lines, copied, times, scores)
 
 
 def _plain(column: pa.ChunkedArray) -> pa.Array:
@@ -190,24 +194,29 @@ def _numbers(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float64
     """float64 values; NaN where missing or no number (the latter recorded)."""
     if not is_text(column.type):
         return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    values, bad = _parse_numbers(column)
+    values, bad = _parse_numbers(column, pa.float64())
     faults.add(bad, name, column, "not a number")
-    return values
+    return values.to_numpy(zero_copy_only=False)
 
 
-def _parse_numbers(column: pa.Array, first: int = 0) -> tuple[NDArray[np.float64], list[int]]:
-    """Parses text; where some value is no number, halves the column until it is found."""
+def _parse_numbers(column: pa.Array, kind: pa.DataType, first: int = 0) -> tuple[pa.Array, list[int]]:
+    """Parses text, or casts what is none; where some value is no number, halves the column until it is found.
+
+    Returns:
+        The numbers, null where there is none; and which are no numbers, from `first` on.
+    """
     try:
-        text = pc.ascii_trim_whitespace(column.cast(pa.string()))
-        values = pc.if_else(pc.equal(text, ""), None, text).cast(pa.float64())
-        return values.to_numpy(zero_copy_only=False), []
+        if is_text(column.type):
+            text = pc.ascii_trim_whitespace(column.cast(pa.string()))
+            column = pc.if_else(pc.equal(text, ""), None, text)
+        return column.cast(kind), []
     except pa.ArrowInvalid:
         if len(column) == 1:
-            return np.full(1, np.nan), [first]
+            return pa.nulls(1, kind), [first]
         half = len(column) // 2
-        low, low_bad = _parse_numbers(column[:half], first)
-        high, high_bad = _parse_numbers(column[half:], first + half)
-        return np.concatenate([low, high]), low_bad + high_bad
+        low, low_bad = _parse_numbers(column[:half], kind, first)
+        high, high_bad = _parse_numbers(column[half:], kind, first + half)
+        return pa.concat_arrays([low, high]), low_bad + high_bad
 
 
 def _ids(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
@@ -228,6 +237,13 @@ def _times(column: pa.Array, schema: Schema, faults: _Faults) -> NDArray[np.int6
     bad = np.flatnonzero(pc.is_null(found).to_numpy(zero_copy_only=False))
     faults.add(bad, str(schema.time), column, f"not a time like {schema.time_format}")
     return found.fill_null(0).to_numpy()
+
+
+def _scores(column: pa.Array, name: str | None, faults: _Faults) -> NDArray[np.int64]:
+    numbers, _ = _parse_numbers(column, pa.int64())
+    bad = np.flatnonzero(pc.is_null(numbers).to_numpy(zero_copy_only=False))
+    faults.add(bad, str(name), column, "not a score: a whole number of 64 bits")
+    return numbers.fill_null(0).to_numpy()
 
 
 def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:

@@ -110,6 +110,8 @@ class Schema(BaseModel):
         weight: the column of sample weights, finite and not negative; None: every sample counts alike.
         time: the column of when samples happened, which dynamic tables with `ttl_seconds` need; of raw data.
         time_format: how that is written: directives of `strptime`, UTC, or "unix" for seconds since 1970.
+        score: the column of whole numbers of 64 bits that dynamic tables with `eviction = "score"` give all ids of a
+            row; of raw data.
         dense: numeric columns; a missing value becomes 0 after the transform.
         dense_transform: "standardize": mean 0 and deviation 1 in training, of the logarithm where a column is
             heavy-tailed; "log1p": log(1 + max(x, 0)), as DLRM does for Criteo; or "none".
@@ -131,6 +133,7 @@ class Schema(BaseModel):
     weight: str | None = None
     time: str | None = None
     time_format: str = UNIX_TIME
+    score: str | None = None
     dense: tuple[str, ...] = ()
     dense_transform: DenseTransform = "standardize"
     categorical: tuple[Categorical, ...]
@@ -193,7 +196,7 @@ class Schema(BaseModel):
         """Every column that is read, each once."""
         sources = (feature.source for feature in self.categorical)
         return tuple(
-            dict.fromkeys((*self.target_columns, *self.time_columns, *self.dense, *sources, *self.copied_columns))
+            dict.fromkeys((*self.target_columns, *self.rule_columns, *self.dense, *sources, *self.copied_columns))
         )
 
     @property
@@ -212,9 +215,9 @@ class Schema(BaseModel):
         return self._targets if self.is_labelled else ()
 
     @property
-    def time_columns(self) -> tuple[str, ...]:
-        """That of the time, where it is read."""
-        return (self.time,) if self.time is not None and self.is_labelled else ()
+    def rule_columns(self) -> tuple[str, ...]:
+        """Those of the time and the score, which only rules of dynamic tables want, where they are read."""
+        return tuple(name for name in (self.time, self.score) if name is not None and self.is_labelled)
 
     @property
     def num_targets(self) -> int:

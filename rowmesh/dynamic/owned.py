@@ -84,7 +84,7 @@ class OwnedTable:
     @property
     def is_scored(self) -> bool:
         """Whether `open` needs scores."""
-        return rules_of(self._table).eviction == "score"
+        return self._table.takes_scores
 
     def open(
         self,

@@ -75,7 +75,7 @@ class Resolver:
         self._lock = threading.Lock()  # ranks number their batches alike
         self._hooks: dict[str, DecisionHooks] = {}
         self._dealer, self._owners = Dealer(tables, mesh.rank, mesh.world_size), Owners(tables)
-        scored = [rules_of(table.spec).eviction == "score" for table in tables]
+        scored = [table.spec.takes_scores for table in tables]
         columns = 3 if any(scored) else 2
         self._mail: Mail
         if mesh.world_size == 1:
@@ -209,7 +209,7 @@ class Resolver:
         for each in asked:
             of_group = [next(specs) for _ in each.offsets[1:]]
             for table, is_opened in of_group:
-                if is_opened and each.scores is None and rules_of(table.spec).eviction == "score":
+                if is_opened and each.scores is None and table.spec.takes_scores:
                     raise DataError(
                         f"dynamic table {table.spec.name!r} evicts by scores of the caller, and the batch has none; "
                         "give SparseBatch(…, scores=…), or take another eviction"

@@ -255,11 +255,7 @@ class Router:
         self.idle: list[_Memory] = []
         self._made: list[_Memory] = []  # those that routes hold, too
         self._features = tuple(feature for group in groups for feature in group.features)
-        self._takes_scores = any(
-            table.dynamic is not None and table.dynamic.eviction == "score"
-            for group in groups
-            for table in group.tables
-        )
+        self._takes_scores = any(table.takes_scores for group in groups for table in group.tables)
         self._ids: DeviceIds | None = None
         if device is not None:
             tables = [table for group in groups for table in group.tables for _ in table.features]

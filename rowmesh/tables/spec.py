@@ -195,6 +195,11 @@ class TableSpec:
         return f"TableSpec({', '.join(f'{name}={value!r}' for name, value in given if value != usual[name])})"
 
     @property
+    def takes_scores(self) -> bool:
+        """Whether ids leave by scores of the caller, which come with batches of training."""
+        return self.dynamic is not None and self.dynamic.eviction == "score"
+
+    @property
     def tensor_train_shape(self) -> TensorTrainShape:
         """The shape of the cores, for `storage="tensor_train"`.
 

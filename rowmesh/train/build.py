@@ -43,7 +43,7 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
     dtype = network_dtype(tables)
     task = task_of(config, data)
     if trains:
-        check_times(tables, task)
+        check_rules(tables, task)
     else:
         tables = with_own_stores(tables)
     made, own = task.make_network(tables)
@@ -66,13 +66,19 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
     return Job(config, mesh, data, embeddings, network, placement, linear, task, own)
 
 
-def check_times(tables: Sequence[TableSpec], task: Task) -> None:
-    """Raises ConfigurationError where ids live for some seconds, and batches have no time."""
+def check_rules(tables: Sequence[TableSpec], task: Task) -> None:
+    """Raises ConfigurationError where ids live for some seconds, or by their scores, and batches have none."""
     timed = [table.name for table in tables if table.dynamic is not None and table.dynamic.ttl_seconds]
     if timed and not task.has_times:
         raise ConfigurationError(
             f"tables.{timed[0]}.dynamic.ttl_seconds counts seconds of the data's own time, which these data do not "
             'give; train on raw rows (data.source = "raw") whose schema names the column: time = "…"; or take ttl_steps'
+        )
+    scored = [table.name for table in tables if table.takes_scores]
+    if scored and not task.has_scores:
+        raise ConfigurationError(
+            f'tables.{scored[0]}.dynamic.eviction = "score" goes by numbers that these data do not give; train on raw '
+            'rows (data.source = "raw") whose schema names the column: score = "…"; or take another eviction'
         )
 
 

@@ -75,6 +75,11 @@ class LabelledTask(Generic[Data]):
         """Prepared data have none."""
         return False
 
+    @property
+    def has_scores(self) -> bool:
+        """Prepared data have none."""
+        return False
+
     def linear_rows(self) -> int:
         """One a sample."""
         return chosen(self.config.data.batch_size)

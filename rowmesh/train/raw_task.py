@@ -38,6 +38,11 @@ class RawTask(LabelledTask[RawData]):
         """Where the schema names their column."""
         return self.data.schema.time is not None
 
+    @property
+    def has_scores(self) -> bool:
+        """Where the schema names their column."""
+        return self.data.schema.score is not None
+
     def fingerprint(self) -> Fingerprint:
         """Of the hash of ids, and of dense features."""
         return raw_fingerprint(self.data)
@@ -60,9 +65,12 @@ class RawTask(LabelledTask[RawData]):
         return self._loader(job, agree=Following(job.mesh, is_asked) if self.data.follow else None)
 
     def _loader(self, job: Job, location: str = "", agree: Following | None = None) -> RawLoader:
+        schema = self.data.schema
+        if not any(table.takes_scores for table in job.embeddings.tables):
+            schema = schema.model_copy(update={"score": None})
         return RawLoader(
             self.data.source(location),
-            self.data.schema,
+            schema,
             batch_size=chosen(self.config.data.batch_size),
             quarantine=NoBadRows(),
             rank=job.mesh.rank,

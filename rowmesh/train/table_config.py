@@ -91,7 +91,8 @@ class DynamicConfig(Section):
         sketch_depth: rows of the sketch.
         window_steps: steps after which these counts start anew; 0: never.
         eviction: which id goes first where there is no room: the least recently seen (lru), the least frequent (lfu),
-            both (lru_lfu), or the oldest past its time (ttl).
+            both (lru_lfu), the oldest past its time (ttl), or that of the smallest number in a column of raw data that
+            the schema names (score).
         decay_steps: steps in which a frequency halves; 0: never.
         ttl_steps: steps without a sighting after which an id goes; 0: none does.
         ttl_seconds: the same by the time of events, a column of raw data that the schema names; 0: none does.
@@ -113,7 +114,7 @@ class DynamicConfig(Section):
     sketch_width: Count | None = None
     sketch_depth: Positive | None = None
     window_steps: Count | None = None
-    eviction: Literal["lru", "lfu", "lru_lfu", "ttl"] | None = None
+    eviction: Literal["lru", "lfu", "lru_lfu", "ttl", "score"] | None = None
     decay_steps: Count | None = None
     ttl_steps: Count | None = None
     ttl_seconds: Count | None = None

@@ -131,6 +131,11 @@ class Task(Protocol):
         """Whether batches have the time of their events, in the order of the steps."""
         ...
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether batches have scores of their ids."""
+        ...
+
     def linear_rows(self) -> int:
         """Rows that linear layers multiply in a step of all ranks."""
         ...

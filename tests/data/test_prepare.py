@@ -357,7 +357,8 @@ def test_real_avazu(real_data, tmp_path):
     assert batch.sparse.num_features == 23
 
 
-def test_a_schema_with_times_is_refused(tmp_path):
-    schema = Schema(label="y", categorical=("a",), time="when")
-    with pytest.raises(ConfigurationError, match=r"'when', and prepared data have none; leave time out"):
+@pytest.mark.parametrize("key", ["time", "score"])
+def test_a_schema_with_what_only_raw_data_have_is_refused(tmp_path, key):
+    schema = Schema.model_validate({"label": "y", "categorical": ("a",), key: "when"})
+    with pytest.raises(ConfigurationError, match=rf"of {key}s, 'when', and prepared data have none; leave {key}"):
         prepare({"train": [write(tmp_path / "rows.csv", ["1,u,5"], "y,a,when")]}, tmp_path / "out", schema)

@@ -4,13 +4,19 @@ import json
 import signal
 import threading
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
+from rowmesh.data.raw import ids_of
+from rowmesh.dynamic.reference import ReferenceShards
 from rowmesh.errors import ConfigurationError
+from rowmesh.tables import Dynamic
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
-from tests.support.raw_runs import TABLES, write_raw_run, write_rows
+from tests.support.raw_runs import SCHEMA, TABLES, write_raw_run, write_rows
 from tests.support.runs import start, wait_for_steps
+from tests.train.test_publications import model_rows
 
 
 @pytest.fixture
@@ -142,3 +148,48 @@ def test_ids_live_for_seconds_of_the_data(config_file, tmp_path):
             evicted[counted["group"]] += counted["evicted"]
     assert evicted["user, dynamic table"] > 100
     assert evicted["item, dynamic table"] == 0
+
+
+def test_ids_of_the_smallest_numbers_in_a_column_leave(config_file, tmp_path, command):
+    """On any number of ranks those of the rules as written stay; other rules do not read the column."""
+    own = [*TABLES, "tables.user.dynamic.capacity=70", "tables.user.dynamic.shards=1"]
+    by_score = [*own, "tables.user.dynamic.eviction=score"]
+    with pytest.raises(ConfigurationError, match=r"tables\.user\.dynamic\.eviction .* score = "):
+        run_training(resolve(config_file, by_score))
+    (tmp_path / "schema.toml").write_text(f'{SCHEMA}score = "worth"\n')
+    users, scores = write_worth(tmp_path / "rows")
+    expected = kept_by_the_rules(users, scores, capacity=70, batch_size=64)
+    for ranks in (1, 2):
+        run = tmp_path / f"run{ranks}"
+        done = command(["train", str(config_file), *by_score, f"run.folder={run}"], ranks=ranks)
+        assert done.status == 0, done.err
+        assert sorted(model_rows(run)["user"][0].tolist()) == expected
+    other = command(["train", str(config_file), *own, f"run.folder={tmp_path / 'lru'}"], ranks=1)
+    assert other.status == 0, other.err
+    assert sorted(model_rows(tmp_path / "lru")["user"][0].tolist()) != expected
+
+
+def write_worth(folder):
+    """Gives rows a number that is not their user's alone; returns the users and the numbers, in order."""
+    users, scores, drawn = [], [], np.random.default_rng(7)
+    for path in sorted(folder.iterdir()):
+        header, *rows = path.read_text().splitlines()
+        worth = drawn.integers(-(2**63), 2**63 - 1, len(rows)).tolist()
+        users += [row.split(",")[2] for row in rows]
+        scores += worth
+        lines = [f"{row},{score}" for row, score in zip(rows, worth, strict=True)]
+        path.write_text("\n".join([f"{header},worth", *lines]) + "\n")
+    return ids_of(pa.array(users)), np.array(scores)
+
+
+def kept_by_the_rules(ids, scores, *, capacity, batch_size):
+    rules = Dynamic(capacity=capacity, shards=1, eviction="score")
+    reference = ReferenceShards("user", rules, range(1), capacity + batch_size)
+    for step, first in enumerate(range(0, len(ids), batch_size)):
+        some, worth = ids[first : first + batch_size], scores[first : first + batch_size]
+        distinct, counts = np.unique(some, return_counts=True)
+        largest = np.array([worth[some == each].max() for each in distinct])
+        opened = reference.open(distinct, counts, step, largest)
+        reference.release(np.concatenate([opened.evicted_frames, opened.frames[opened.guest]]))
+    assert step == 9
+    return sorted(each for each in {*ids.tolist()} if reference.find(np.array([each]))[0] >= 0)

@@ -212,6 +212,9 @@ class RawLoader:
         if schema.time is not None:
             latest = [int(block.times.max()) for block in blocks if block.times is not None and len(block.times)]
             sparse = replace(sparse, time=max(latest, default=None))
+        if schema.score is not None:
+            scores = np.concatenate([np.empty(0, np.int64), *(b.scores for b in blocks if b.scores is not None)])
+            sparse = replace(sparse, scores=torch.from_numpy(_of_ids(scores, sparse)))
         return Batch(torch.from_numpy(dense), sparse, targets, weights)
 
     def _sparse(self, blocks: Sequence[Block], count: int) -> SparseBatch:
@@ -242,3 +245,8 @@ def _alone(mine: Readiness) -> Readiness:
 
 def _joined(parts: Sequence[NDArray[np.float32]], empty: tuple[int, ...], axis: int) -> NDArray[np.float32]:
     return np.concatenate([np.empty(empty, np.float32), *parts], axis=axis)
+
+
+def _of_ids(of_rows: NDArray[np.int64], batch: SparseBatch) -> NDArray[np.int64]:
+    """A number of each id, given one of each row: ids stand feature by feature, and by row."""
+    return np.tile(of_rows, batch.num_features).repeat(np.diff(batch.offsets.numpy()))

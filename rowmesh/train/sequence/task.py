@@ -118,6 +118,11 @@ class SequenceTask:
         """Users come in any order, and their events with them."""
         return False
 
+    @property
+    def has_scores(self) -> bool:
+        """Events have none."""
+        return False
+
     def linear_rows(self) -> int:
         """About one an event."""
         counts = self.data.sequences.counts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.raw import FileSource, RawLoader, ids_of
-from rowmesh.data.schema import Schema
+from rowmesh.data.schema import Categorical, Schema
 from rowmesh.errors import ConfigurationError, DataError
 
 SCHEMA = Schema(
@@ -341,6 +341,28 @@ def test_a_batch_has_the_time_of_its_latest_event(tmp_path, time_format):
     ((file, line, reason),) = kept.rows
     assert (file, line) == ("rows.csv", bad)
     assert f"not a time like {time_format}" in reason
+
+
+@pytest.mark.parametrize("file_format", ["text", "parquet"])
+def test_all_ids_of_a_row_have_its_score(tmp_path, file_format):
+    """Bags of several ids, or of none, too; numbers that float64 does not have are exact."""
+    tags, scores = [["a", "b"], [], ["c"], ["d"]], [2**53 + 1, -7, 5, None]
+    path, bad = tmp_path / "rows", [4]
+    if file_format == "text":
+        texts = ["" if score is None else str(score) for score in scores]
+        lines = [f"1,u,{'|'.join(tag)},{score}" for tag, score in zip(tags, texts, strict=True)]
+        path.write_text("\n".join(["click,user,tag,worth", *lines, "0,u,e,1.5", "0,u,e,99999999999999999999"]) + "\n")
+        bad = [5, 6, 7]  # lines of the file
+    else:
+        pq.write_table(pa.table({"click": [1] * 4, "user": ["u"] * 4, "tag": tags, "worth": scores}), path)
+    features = ["user", Categorical(name="tag", separator="|" if file_format == "text" else None)]
+    schema = Schema(format=file_format, label="click", categorical=features, score="worth")
+    kept = Kept()
+    (batch,) = RawLoader(FileSource([path], schema), schema, batch_size=9, multi_hot=[False, True], quarantine=kept)
+    assert batch.sparse.scores is not None
+    assert batch.sparse.scores.tolist() == [*scores[:3], scores[0], scores[0], scores[2]]
+    assert [row[1] for row in kept.rows] == bad
+    assert all("not a score: a whole number of 64 bits" in row[2] for row in kept.rows)
 
 
 def test_a_batch_without_rows_has_no_time(tmp_path):
