@@ -21,7 +21,6 @@ from rowmesh.saving import (
     prepared,
     take_turn,
     wait_for_those_before,
-    why_not_asynchronous,
     why_not_by_changes,
 )
 
@@ -52,7 +51,7 @@ class Checkpoints:
         last: after which step the newest is; 0: there is none.
 
     Raises:
-        ConfigurationError: as `rowmesh.save`; also where rows cannot be written so: averaged replicas. Names it.
+        ConfigurationError: as `rowmesh.save`; also increments of tables that demote ids. Names it.
 
     Example:
         >>> import tempfile
@@ -91,8 +90,6 @@ class Checkpoints:
         self._state, self._parts, self._every_steps = dict(state), Parts(state), every_steps
         tables = self._parts.tables
         for each in tables.collections:
-            if asynchronous and (reason := why_not_asynchronous(each)):
-                raise ConfigurationError(f"asynchronous checkpoints cannot be written: {reason}")
             if incremental and (reason := why_not_by_changes(each)):
                 raise ConfigurationError(f"incremental checkpoints cannot be written: {reason}")
         self._series, self._tried = Series(Path(folder)), 0

@@ -15,7 +15,7 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.room import Room
-from rowmesh.errors import CheckpointError, ConfigurationError
+from rowmesh.errors import CheckpointError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.parts import Parts, check_plain
@@ -118,7 +118,7 @@ def async_save(
 
     Raises:
         CheckpointError: as `save`; also where the one before could not be written.
-        ConfigurationError: as `save`; also where replicas are averaged.
+        ConfigurationError: as `save`.
 
     Example:
         >>> import tempfile
@@ -132,9 +132,6 @@ def async_save(
     folder, parts = Path(folder), Parts(state)
     collections = parts.tables.collections
     wait_for_those_before(collections)
-    for each in collections:
-        if reason := why_not_asynchronous(each):
-            raise ConfigurationError(f"{reason}, and such cannot be saved while training goes on; use rowmesh.save")
     dense = _state_for(folder, parts, overwrite=overwrite)
     group = parts.tables.mesh.with_process_group("async_save").group
     hosts = parts.tables.mesh.hosts
@@ -196,19 +193,12 @@ def prepared(mesh: Mesh, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return dense
 
 
-def why_not_asynchronous(embeddings: EmbeddingCollection) -> str:
-    """Why the rows of a collection cannot be saved while they are trained; "" where they can."""
-    if embeddings.plan.is_replicated and embeddings.synchronization.mode != "exact":
-        return "replicas that are averaged change rows by messages too"
-    return ""
-
-
 def why_not_by_changes(embeddings: EmbeddingCollection) -> str:
     """Why what changed in a collection cannot be told from the rest; "" where it can."""
     demoting = [table.name for table in embeddings.tables if table.dynamic and table.dynamic.mode == "demote"]
     if demoting:
         return f"table {demoting[0]!r} demotes ids, whose records leave the store when they come back"
-    return why_not_asynchronous(embeddings)
+    return ""
 
 
 def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:

@@ -272,9 +272,3 @@ def test_plain_values_belong_to_steps(tmp_path):
         pytest.raises(ConfigurationError, match=r"'tables' is a value and a part of the state too"),
     ):
         checkpoints.write(1, {"tables": 3})
-
-
-def test_what_cannot_be_written_so_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rowmesh.periodic.why_not_asynchronous", lambda _: "rows are on cuda:0")
-    with pytest.raises(ConfigurationError, match=r"asynchronous checkpoints cannot be written: rows are on cuda:0"):
-        Checkpoints(tmp_path, {"tables": one_table()}, asynchronous=True)

@@ -493,10 +493,3 @@ def fail_beside_training(mesh, folder):
 
 def test_what_went_wrong_beside_training_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path):
     ranks.run(fail_beside_training, tmp_path)
-
-
-def test_what_cannot_be_saved_beside_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rowmesh.saving.why_not_asynchronous", lambda _: "rows are on cuda:0")
-    embeddings = EmbeddingCollection([TableSpec(name="any", num_rows=10, dim=2)])
-    with pytest.raises(ConfigurationError, match=r"rows are on cuda:0, and such cannot be saved while"):
-        rowmesh.async_save(tmp_path / "model", {"embeddings": embeddings})

@@ -25,9 +25,9 @@ class Changes:
 
     Of dynamic tables it keeps which ids they knew, 16 bytes an id: what they know now tells which of these are gone.
 
-    Rows that change otherwise are not noted: those that are set (a checkpoint that is read, averages in the place of
-    rows), and those that migrate to another plan. Where there are such, `take` gives None, and the next checkpoint is
-    to be a full one. Not for averaged replicas, whose rows change by messages.
+    Rows that change otherwise are not noted: those that are set (a checkpoint that is read, moving averages in the
+    place of rows), and those that migrate to another plan. Where there are such, `take` gives None, and the next
+    checkpoint is to be a full one.
 
     Args:
         embeddings: whose rows.

@@ -10,7 +10,7 @@ Source: two-dimensional sparse parallelism, Algorithm 1, lines 5-10. Differs: ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,20 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim.rules import Update
-from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.dense import DenseArena, compute_dtype
 
 if TYPE_CHECKING:
     from rowmesh.exchange.group import GroupExchange
 
 _DOING = "averaging replicas of dynamic tables"
+
+
+class _Coming(NamedTuple):
+    """Rows of other replicas, and their states, that are under way to slots here."""
+
+    arena: DenseArena
+    slots: np.ndarray
+    messages: list[Message]
 
 
 class DynamicMeans:
@@ -48,7 +56,7 @@ class DynamicMeans:
         self.resolver: Resolver | None = None
         self._every, self._exchanges, self._mesh = setting.every, exchanges, mesh
         self._channel = Channel.between_hosts(mesh)
-        self._under_way: list[tuple[Tensor, Tensor, Message]] = []  # a table, its slots, and what comes for these
+        self._under_way: list[_Coming] = []
         self._num_calls = self._digest = 0
         self._ahead: dict[int, dict[str, MergedIds]] = {}  # by step
 
@@ -100,10 +108,13 @@ class DynamicMeans:
 
     def finish(self) -> None:
         """Waits for the rows of other replicas, and puts means into place."""
-        came = [(table, slots, message.wait()) for table, slots, message in self._under_way]
+        came = [(each, [message.wait() for message in each.messages]) for each in self._under_way]
         self._under_way = []
-        for table, slots, rows in came:
-            table[slots] = _mean(rows.unflatten(0, (self._mesh.world_size, -1)))
+        for each, rows in came:
+            each.arena.announce(each.slots)
+            index = torch.from_numpy(each.slots)
+            for table, of_table in zip(_tensors(each.arena), rows, strict=True):
+                table[index] = _mean(of_table.unflatten(0, (self._mesh.world_size, -1)))
 
     def _send(self, operation: int, step: Step | None, merged: dict[str, MergedIds] | None) -> None:
         self._agree(operation, step)
@@ -112,11 +123,14 @@ class DynamicMeans:
         for exchange in self._exchanges:
             found = [merged[table.name].slots for table in exchange.group.tables if table.name in merged]
             slots = np.concatenate([np.empty(0, np.int64), *found])
+            if not len(slots):
+                continue
             index, counters = torch.from_numpy(slots), exchange.counters.synchronization
             counters.rows += len(slots)
-            for table in (exchange.arena.rows, *exchange.arena.state.values()) if len(slots) else ():
-                message = self._channel.post_gather(table[index], counters, _DOING)
-                self._under_way.append((table, index, message))
+            assert isinstance(exchange.arena, DenseArena)
+            sent = [table[index] for table in _tensors(exchange.arena)]
+            messages = [self._channel.post_gather(each, counters, _DOING) for each in sent]
+            self._under_way.append(_Coming(exchange.arena, slots, messages))
 
     def _agree(self, operation: int, step: Step | None) -> None:
         mine = torch.tensor([joined(operation, step)])
@@ -131,6 +145,10 @@ class DynamicMeans:
                 "synchronize equally often and in the same order"
             )
         check_rates(self._mesh, digests, step)
+
+
+def _tensors(arena: DenseArena) -> tuple[Tensor, ...]:
+    return arena.rows, *arena.state.values()
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from rowmesh.ops.memory import Kinds, Room, grown, held_bytes, laid_out, take
 from rowmesh.ops.merge_update import HostMerged, Merged, Merger, Singles, copy_slots, merge, singles, sum_merged
 from rowmesh.ops.transfer import Late, upload
 from rowmesh.optim.rules import Update
-from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.dense import DenseArena, compute_dtype
 
 if TYPE_CHECKING:
     from rowmesh.exchange.group import GroupExchange
@@ -197,6 +197,7 @@ class ReplicatedMeans:
     """
 
     def __init__(self, exchange: GroupExchange, device: torch.device | None, replica: int, *, is_whole: bool) -> None:
+        assert isinstance(exchange.arena, DenseArena), "rows of tiers have one replica"
         self._arena, self._device, self._replica = exchange.arena, device, replica
         tensors = [exchange.arena.rows, *exchange.arena.state.values()]
         self.tables = [tensor if tensor.dim() == 2 else tensor.unsqueeze(1) for tensor in tensors]
@@ -233,7 +234,9 @@ class ReplicatedMeans:
 
     def combine(self, deltas: Sequence[Delta], update: Update) -> None:
         """Puts the means of the rows that any replica sent into place."""
-        self._average(self._merge(deltas), deltas, [None] * len(self.tables))
+        merged = self._merge(deltas)
+        self._arena.announce(merged)
+        self._average(merged, deltas, [None] * len(self.tables))
 
     def reduce(self, deltas: Sequence[Delta]) -> Delta:
         """The means of the rows that any replica sent, in the host's memory; views that hold until the next call."""
@@ -244,6 +247,7 @@ class ReplicatedMeans:
 
     def accept(self, delta: Delta, update: Update) -> None:
         """Puts the means that `reduce` returned, here or at another rank, into place."""
+        self._arena.announce(delta.slots.numpy())
         for table, means in zip(self.tables, delta.values, strict=True):
             put(table, delta.slots, means)
 
@@ -271,6 +275,7 @@ class ReplicatedMeans:
         slots = torch.arange(chunk.start, chunk.stop, device=device)
         slots = slots.to(torch.uint32) if self._device is None else slots
         merged = merge([slots] * num_replicas, into=self._merger)
+        self._arena.announce(merged)
         ends = count * torch.arange(num_replicas + 1, device=device)
         for table, rows in zip(self.tables, values, strict=True):
             average(table, merged, [rows], ends, self._replica, rows[:count])  # all sent all: no row is as before

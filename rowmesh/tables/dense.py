@@ -108,7 +108,8 @@ class DenseArena:
         """
         if not len(slots):
             return
-        places, pieces = self._announce(slots), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
+        places, pieces = slots.astype(np.uint32), np.array([(0, 0, 1, 0)], np.int64)  # id i is "row" i
+        self.announce(places)
         streams = np.array([(table_key(seed, table.name), *table.initializer.parameters(table.num_rows))], STREAM)
         rows = self.rows
         if not self.has_views:  # the host computes them
@@ -126,22 +127,28 @@ class DenseArena:
 
     def restore(self, slots: np.ndarray, rows: Tensor, state: Mapping[str, Tensor]) -> None:
         """Gives ids of a dynamic table the rows and states that they had; see `start` and `write_rows`."""
-        self._announce(slots)
+        self.announce(slots)
         self._wait()
         self.write_rows(slots, rows, state)
 
-    def _announce(self, slots: np.ndarray) -> np.ndarray:
-        """Tells watchers of rows that are to change; returns their slots, uint32."""
-        places = slots.astype(np.uint32)
-        if watchers := self._watching:
-            announced = places if self.has_views else self._index(slots)
-            for watcher in watchers:
-                watcher(announced, announced)
-        return places
+    def announce(self, slots: np.ndarray | Merged, part: tuple[int, int] | None = None) -> None:
+        """Tells watchers of rows that are to change otherwise than by `apply`.
 
-    @property
-    def _watching(self) -> list[Watcher]:
-        return list(filter(None, tuple(self._watchers.values())))
+        Args:
+            slots: distinct integers, or what has merged slots.
+            part: which of the merged rows, as for `apply`.
+        """
+        watchers = list(filter(None, tuple(self._watchers.values())))
+        if not watchers:
+            return
+        if isinstance(slots, HostMerged):
+            announced = slots.slots[slice(*(part or (None,)))]
+        elif isinstance(slots, np.ndarray):
+            announced = slots.astype(np.uint32) if self.has_views else self._index(slots)
+        else:
+            announced = slots.valid_slots
+        for watcher in watchers:
+            watcher(announced, announced)
 
     def _wait(self) -> None:
         """Waits for all that the device was asked for: it may read and update rows of ids on any stream.
@@ -153,11 +160,7 @@ class DenseArena:
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""
-        if watchers := self._watching:
-            is_host = isinstance(merged, HostMerged)
-            slots = merged.slots[slice(*(part or (None,)))] if is_host else merged.valid_slots
-            for watcher in watchers:
-                watcher(slots, slots)
+        self.announce(merged, part)
         optimizer, state = self.group.optimizer, tuple(self.state.values())
         update(self.rows, state, merged, optimizer.name, optimizer.numbers(lr, scaling, step), part)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rowmesh.ops.merge_update import Merged
 
 Watcher = Callable[[Any, Any], None]
-"""Gets distinct slots, and where in `RowStore.rows` they are, before the rows there are updated.
+"""Gets distinct slots, and where in `RowStore.rows` they are, before the rows there are updated or averaged.
 
 NumPy arrays, uint32; of rows that are all in a device's memory tensors there, int64, in which `END` stands for no slot.
 """

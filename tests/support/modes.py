@@ -18,6 +18,8 @@ _DYNAMIC = [
     "tables.initializer.bound=0.1",
     "data.batch_size=16",
 ]
+_AVERAGED = ["parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=4"]
+_BESIDE_STEPS = ["checkpoint.incremental=3", "checkpoint.asynchronous=true"]
 MODES = {
     "plain": [],
     "pipelined, depth 1": ["pipeline.depth=1"],
@@ -29,7 +31,8 @@ MODES = {
     "tiered, pipelined": [*_TIERED, "pipeline.depth=1"],
     "copies": ["placement.strategy=auto", "placement.extra_memory=0.3", "placement.drift.check_every=4"],
     "exact replicas": ["parallel.replicas=2"],
-    "averaged replicas": ["parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=4"],
+    "averaged replicas": _AVERAGED,
+    "averaged replicas, incremental, asynchronous": [*_AVERAGED, *_BESIDE_STEPS],
     "tensor-train": [
         "tables.tensor_train.min_rows=40",
         'tables.tensor_train.optimizer.name="adagrad"',
@@ -37,7 +40,8 @@ MODES = {
     ],
     "dynamic": _DYNAMIC,
     "dynamic, pipelined, asynchronous": [*_DYNAMIC, _PIPELINED, "checkpoint.asynchronous=true"],
-    "dynamic, incremental, asynchronous": [*_DYNAMIC, "checkpoint.incremental=3", "checkpoint.asynchronous=true"],
+    "dynamic, incremental, asynchronous": [*_DYNAMIC, *_BESIDE_STEPS],
+    "dynamic, averaged replicas, incremental, asynchronous": [*_DYNAMIC, *_AVERAGED, *_BESIDE_STEPS],
     "dynamic, incremental, sketch": [
         *_DYNAMIC,
         "checkpoint.incremental=3",
@@ -55,7 +59,7 @@ MODES = {
         "checkpoint.asynchronous=true",
     ],
     "asynchronous": ["checkpoint.asynchronous=true"],
-    "incremental, asynchronous": ["checkpoint.incremental=3", "checkpoint.asynchronous=true"],
+    "incremental, asynchronous": _BESIDE_STEPS,
     "adam": ['tables.optimizer.name="adam"', 'schedule.name="cosine"', "schedule.warmup_steps=4"],
     "dropout": [
         "model.name=tests.support.own_models:Dropping",
@@ -63,7 +67,7 @@ MODES = {
         "model.top=[512, 256]",
     ],
 }
-NEED_RANKS = ("copies", "exact replicas", "averaged replicas")
+NEED_RANKS = ("copies", *(mode for mode in MODES if "replicas" in mode))
 TRANSPORTS = ("one_sided", "collective")
 
 

@@ -41,6 +41,7 @@ def series(run):
         ("tiered, pipelined", 1),
         ("copies", 2),  # the plan migrates while one is written
         ("exact replicas", 2),
+        ("averaged replicas", 2),
         *(
             pytest.param(mode, world_size, marks=pytest.mark.slow)
             for world_size in (1, 2)
@@ -68,13 +69,6 @@ def test_a_run_that_fails_amid_a_write_goes_on_from_there(ranks, config_file, tm
     train_untouched(ranks, config_file, [*options, f"run.folder={tmp_path / 'untouched'}"], 2)
     train_killed(ranks, config_file, options, 2, ["loop.step@7=raise", "loop.step@3=raise"])
     assert model_of(tmp_path / "run") == model_of(tmp_path / "untouched")
-
-
-def test_averaged_replicas_wait_and_say_so(ranks, config_file, tmp_path):
-    options = [*MODES["averaged replicas"], *STEPS, "checkpoint.every_steps=4", ASYNCHRONOUS]
-    found = ranks.run(train_slowed, config_file, options, world_size=2)
-    assert found == [("", 0)] * 2
-    assert series(tmp_path / "run").steps() == [4, 8]
 
 
 @pytest.mark.parametrize("copy_bytes, is_short", [("0", True), ("auto", False), ("1000000000", False)])

@@ -25,7 +25,7 @@ from tests.support.devices import READ, device_of
 from tests.support.triton import kernels_of
 from tests.train import test_publications
 from tests.train.test_publications import DYNAMIC as PUBLISHED_DYNAMIC
-from tests.train.test_resume import BESIDE, INCREMENTS, NEED_RANKS, check_killed
+from tests.train.test_resume import BESIDE, INCREMENTS, check_killed, needs_ranks
 
 pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped
@@ -63,7 +63,7 @@ def test_rows_of_tiered_tables_that_the_host_has_must_fit(config_file, tmp_path,
 @pytest.mark.parametrize("mode", ["pipelined", "tiered", "copies", "exact replicas", "cores", "dynamic"])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(ranks, config_file, tmp_path, mode, world_size):
     """With checkpoints beside steps, and increments."""
-    if mode in NEED_RANKS and world_size == 1:
+    if world_size == 1 and needs_ranks(mode):
         pytest.skip("there is one rank")
     options = ["train.device=cuda", "train.steps=7", *BESIDE, *INCREMENTS]
     options += ["tables.dynamic.spare_frames=400"] if mode == "dynamic" else ["data.batch_size=64"]

@@ -28,6 +28,7 @@ DYNAMIC = [
     "train.steps=16",
 ]
 BESIDE, INCREMENTS = ["checkpoint.asynchronous=true"], ["checkpoint.incremental=4"]
+AVERAGED = ["parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=4"]
 FAST_ROWS = {1: 170, 2: 100, 4: 60}  # of 381, 191 and 96 that a rank has
 MODES = {
     "plain": [],
@@ -39,7 +40,8 @@ MODES = {
     "tiered, pipelined": [*COLLECTIVE, *TIERED, "pipeline.depth=1"],
     "copies": ["placement.strategy=auto", "placement.extra_memory=0.3", "placement.drift.check_every=4"],
     "exact replicas": ["parallel.replicas=2"],
-    "averaged replicas": ["parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=4"],
+    "averaged replicas": AVERAGED,
+    "averaged replicas, increments beside steps": [*AVERAGED, *BESIDE, *INCREMENTS],
     "cores": [
         "tables.tensor_train.min_rows=40",
         'tables.tensor_train.optimizer.name="adagrad"',
@@ -55,6 +57,7 @@ MODES = {
     "dynamic, pipelined, beside steps": [*COLLECTIVE, *DYNAMIC, "pipeline.depth=2", *BESIDE],
     "dynamic, one-sided, increments beside steps": ["parallel.transport=one_sided", *DYNAMIC, *BESIDE, *INCREMENTS],
     "dynamic, exact replicas, increments": [*DYNAMIC, *INCREMENTS, "parallel.replicas=2"],
+    "dynamic, averaged replicas, increments beside steps": [*DYNAMIC, *AVERAGED, *BESIDE, *INCREMENTS],
     "dynamic, demoting": [*DYNAMIC, "tables.dynamic.mode=demote", "tables.dynamic.store=memory"],
     "dynamic, demoting, pipelined, beside steps": [
         *DYNAMIC,
@@ -75,7 +78,11 @@ MODES = {
     ],
     "early stopping": ["train.patience=3", "train.eval_every=2", "optimizer.lr=0.02", "tables.optimizer.lr=0.3"],
 }
-NEED_RANKS = ("copies", "exact replicas", "averaged replicas", "dynamic, exact replicas, increments")
+
+
+def needs_ranks(mode):
+    """Whether it is none on one rank."""
+    return "copies" in mode or "replicas" in mode
 
 
 def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3, *more):
@@ -106,6 +113,7 @@ def check_killed(ranks, config_file, tmp_path, mode, world_size, kills, every=3,
         ("dynamic, one-sided, increments beside steps", 2),
         ("dynamic, demoting, pipelined, beside steps", 2),
         ("averaged replicas", 2),
+        ("dynamic, averaged replicas, increments beside steps", 2),
         ("cores", 1),
         ("dropout", 2),
         ("early stopping", 1),
@@ -120,11 +128,11 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(ranks, config_file, tmp_p
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_is_killed_at_every_step_ends_as_one_that_was_not(ranks, config_file, tmp_path, mode, world_size):
     """Each life of the process comes one step further than the one before."""
-    if mode in NEED_RANKS and world_size == 1:
+    if world_size == 1 and needs_ranks(mode):
         pytest.skip("there is one rank")
-    every = 4 if mode == "averaged replicas" else 1
+    every = 4 if "averaged" in mode else 1
     kills = ["loop.step@1=raise", *["loop.step@2=raise"] * 29]
-    if mode == "averaged replicas":
+    if "averaged" in mode:
         kills = [f"loop.step@{number}=raise" for number in (1, 2, 3, 5, 5, 6, 7, 8)]
     if mode == "early stopping":
         kills = kills[:4]
