@@ -52,11 +52,6 @@ def check_dynamic(
                 f"table {name!r} is dynamic, with rows on {device}: whoever reads them there by himself may come when "
                 "they are another id's; take transport='collective' or 'auto'"
             )
-        if device is not None and synchronization.mode == "average" and replicas[name] > 1:
-            raise ConfigurationError(
-                f"table {name!r} is dynamic, and replicas that are averaged are in the host's memory; take exact "
-                "synchronization, or device='cpu'"
-            )
 
 
 def _check_average(

@@ -110,11 +110,9 @@ class DynamicMeans:
         """Waits for the rows of other replicas, and puts means into place."""
         came = [(each, [message.wait() for message in each.messages]) for each in self._under_way]
         self._under_way = []
-        for each, rows in came:
-            each.arena.announce(each.slots)
-            index = torch.from_numpy(each.slots)
-            for table, of_table in zip(_tensors(each.arena), rows, strict=True):
-                table[index] = _mean(of_table.unflatten(0, (self._mesh.world_size, -1)))
+        for each, values in came:
+            rows, *states = [_mean(value.unflatten(0, (self._mesh.world_size, -1))) for value in values]
+            each.arena.restore(each.slots, rows, dict(zip(each.arena.state, states, strict=True)))
 
     def _send(self, operation: int, step: Step | None, merged: dict[str, MergedIds] | None) -> None:
         self._agree(operation, step)
@@ -125,12 +123,12 @@ class DynamicMeans:
             slots = np.concatenate([np.empty(0, np.int64), *found])
             if not len(slots):
                 continue
-            index, counters = torch.from_numpy(slots), exchange.counters.synchronization
+            arena, counters = exchange.arena, exchange.counters.synchronization
+            assert isinstance(arena, DenseArena)
+            rows, state = arena.read_rows(slots)
+            messages = [self._channel.post_gather(each, counters, _DOING) for each in (rows, *state.values())]
             counters.rows += len(slots)
-            assert isinstance(exchange.arena, DenseArena)
-            sent = [table[index] for table in _tensors(exchange.arena)]
-            messages = [self._channel.post_gather(each, counters, _DOING) for each in sent]
-            self._under_way.append(_Coming(exchange.arena, slots, messages))
+            self._under_way.append(_Coming(arena, slots, messages))
 
     def _agree(self, operation: int, step: Step | None) -> None:
         mine = torch.tensor([joined(operation, step)])
@@ -145,10 +143,6 @@ class DynamicMeans:
                 "synchronize equally often and in the same order"
             )
         check_rates(self._mesh, digests, step)
-
-
-def _tensors(arena: DenseArena) -> tuple[Tensor, ...]:
-    return arena.rows, *arena.state.values()
 
 
 def _mean(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.tables import Dynamic
+from tests.dynamic.test_averages import AVERAGED, assert_as_expected
 from tests.dynamic.test_demoted import DEMOTE
 from tests.dynamic.test_demoted import RULES as DEMOTED
 from tests.dynamic.test_resolver import RULES, at_the_end
@@ -24,6 +25,7 @@ from tests.support.dynamic import (
     run_oracle,
     run_pipeline,
 )
+from tests.support.dynamic_average import run_average_oracle
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
@@ -155,10 +157,11 @@ def test_what_cannot_be_is_refused():
         EmbeddingCollection(specs, device="cuda", transport="one_sided")
 
 
-def averaged(mesh):
-    with pytest.raises(ConfigurationError, match="exact synchronization"):
-        make(mesh, replace(STREAM, synchronization=Synchronization("average", 2)), replicas=2)
-
-
-def test_averaged_replicas_are_refused(ranks):
-    ranks.run(averaged, world_size=2)
+@pytest.mark.parametrize("world_size, depth", [(2, 0), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_averaged_replicas_do_as_the_rules_say(ranks, world_size, depth):
+    rules = (("user", AVERAGED["lru"]), ("item", AVERAGED["frequent"]))
+    stream = replace(STREAM, rules=rules, num_steps=4, synchronization=Synchronization("average", every=2))
+    expected = run_average_oracle(stream, world_size, 2)
+    assert_as_expected(ranks.run(run_dynamic, stream, "auto", 2, world_size=world_size), expected)
+    seen = ranks.run(run_pipeline, stream, "auto", depth, 1, 2, world_size=world_size)
+    assert_as_expected(seen, expected, knows_the_end_alone=True)

@@ -60,13 +60,20 @@ def test_rows_of_tiered_tables_that_the_host_has_must_fit(config_file, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("mode", ["pipelined", "tiered", "copies", "exact replicas", "cores", "dynamic"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("pipelined", "tiered", "copies", "exact replicas", "averaged replicas", "cores", "dynamic"),
+        "dynamic, averaged replicas, increments beside steps",
+    ],
+)
 def test_a_run_that_is_killed_ends_as_one_that_was_not(ranks, config_file, tmp_path, mode, world_size):
     """With checkpoints beside steps, and increments."""
     if world_size == 1 and needs_ranks(mode):
         pytest.skip("there is one rank")
     options = ["train.device=cuda", "train.steps=7", *BESIDE, *INCREMENTS]
-    options += ["tables.dynamic.spare_frames=400"] if mode == "dynamic" else ["data.batch_size=64"]
+    options += ["tables.dynamic.spare_frames=400"] if "dynamic" in mode else ["data.batch_size=64"]
+    options += ["parallel.sync_every=2"] if "averaged" in mode else []
     check_killed(ranks, config_file, tmp_path, mode, world_size, ["loop.step@6=raise"], 2, *options)
 
 
