@@ -27,7 +27,8 @@ from benchmarks.command import Report
 from benchmarks.measure import median
 from benchmarks.peers.dynamic_table import draw
 from rowmesh.dynamic import DynamicShards
-from rowmesh.ops.dynamic_index import Index, cpu
+from rowmesh.ops.dynamic_index import cpu
+from rowmesh.ops.dynamic_index.scored import ScoredIndex
 from rowmesh.tables.dynamic import Dynamic
 
 TARGETS = {"probe_ns": 40.0, "insert_evict_ns": 150.0, "index_and_score_bytes": 24.0, "growth_p99": 1.2}
@@ -49,11 +50,11 @@ def open_batch(shards: DynamicShards, ids: np.ndarray, step: int) -> float:
     return elapsed
 
 
-def index_bytes(index: Index, heap_bytes: int) -> dict[str, float]:
+def index_bytes(index: ScoredIndex) -> dict[str, float]:
     """Bytes an id, where the shards are as full as now."""
     used = int(index.headers[:, cpu.USED].sum())
     lookup = index.num_bytes / used + 8  # an id stands in its record
-    heap = heap_bytes / used
+    heap = index.selection.num_bytes / used
     record = 8.0 * index.records.shape[1]
     return {
         "index_and_score_bytes": round(lookup + heap + _SCORE_BYTES, 2),
@@ -98,7 +99,7 @@ def measure(num_ids: int, batch: int, eviction: str, turnovers: float) -> dict[s
         "insert_evict_mean_ns": round(float(np.mean(evict)), 1),
         "growth_p99": round(float(np.percentile(per_step, 99) / np.median(per_step)), 2),
         "growth_p99_until_full": round(float(np.percentile(insert[len(insert) // 10 :], 99) / np.median(per_step)), 2),
-        **index_bytes(shards._index, shards._selection.num_bytes),
+        **index_bytes(shards.host_index),
     }
 
 

@@ -32,6 +32,7 @@ OPS = (
     "window",
     "initialize",
     "update_slices",
+    "dynamic_index",
 )
 
 
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(options: argparse.Namespace, report: Report) -> None:
     # The kernels' modules import triton, which may be missing.
-    from benchmarks import gpu_cases, gpu_index_cases, gpu_table_cases, gpu_timing
+    from benchmarks import gpu_cases, gpu_dynamic_cases, gpu_index_cases, gpu_table_cases, gpu_timing
 
     device = torch.device("cuda")
     sizes = gpu_cases.QUICK if options.quick else gpu_cases.Sizes()
@@ -71,7 +72,7 @@ def _run(options: argparse.Namespace, report: Report) -> None:
         sizes = replace(sizes, dims=tuple(options.dim))
     copy_bytes = 2**26 if options.quick else 2**31
     torch.manual_seed(0)
-    cases = gpu_cases.CASES | gpu_index_cases.CASES | gpu_table_cases.CASES
+    cases = gpu_cases.CASES | gpu_index_cases.CASES | gpu_table_cases.CASES | gpu_dynamic_cases.CASES
     for op in options.op or OPS:
         for case in cases[op](sizes, device):
             case.check()

@@ -135,6 +135,7 @@ class Engine:
         if self.resolver is not None:
             for means in self._dynamic_means:
                 means.resolver = self.resolver
+            self.router.device_tables = self.resolver.device_tables
         self._settling: list[Lease] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from rowmesh.dynamic.asked import DynamicTable
+from rowmesh.dynamic.device_tables import make_indexes
 from rowmesh.dynamic.layout import rules_of, shards_of
 from rowmesh.dynamic.merging import Averages
 from rowmesh.dynamic.owned import OwnedTable
@@ -19,6 +20,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.ops.dynamic_index.device import DeviceIndex
 from rowmesh.placement import AddressMap, Plan
 from rowmesh.tables import DenseArena, RowStore, TableGroup, TableSpec
 
@@ -120,9 +122,9 @@ def make_resolver(
     averages = synchronization.mode == "average"
     grid = Grid(mesh.world_size)
     stores = _open_stores(exchanges, plan, mesh)
+    exchanges = [exchange for exchange in exchanges if exchange.group.storage == "dynamic"]
+    indexes = _make_indexes(exchanges, plan, mesh)
     for exchange in exchanges:
-        if exchange.group.storage != "dynamic":
-            continue
         for number, spec in enumerate(exchange.group.tables):
             grid = plan.grid(plan.table(spec.name).replicas)
             replica, member = grid.place(mesh.rank)
@@ -131,7 +133,9 @@ def make_resolver(
             if shards:
                 (piece,) = exchange.address_map.held(number)
                 assert isinstance(exchange.arena, DenseArena)
-                owned = OwnedTable(spec, shards, exchange.arena, piece, seed, stores.get(spec.name))
+                owned = OwnedTable(
+                    spec, shards, exchange.arena, piece, seed, stores.get(spec.name), indexes.get(spec.name)
+                )
             tables.append(DynamicTable(spec, Grid(grid.shards) if averages else grid, owned, replica))
     if not tables:
         return None
@@ -142,6 +146,17 @@ def make_resolver(
     replicate_mesh = mesh.part(grid.replicate_groups).with_process_group("averages of dynamic tables")
     group, averaging = mesh.part(grid.groups), Averages(owned_tables, replicate_mesh)
     return Resolver(tables, group, averaging, shares_memory=shares_memory and group.is_one_host)
+
+
+def _make_indexes(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[str, DeviceIndex]:
+    """Indexes that are on the device of the rows, by table."""
+    tables, device = [], None
+    for exchange in exchanges:
+        device = device if exchange.arena.has_views else exchange.arena.device
+        for spec in exchange.group.tables:
+            grid = plan.grid(plan.table(spec.name).replicas)
+            tables.append((spec, shards_of(rules_of(spec), grid.place(mesh.rank)[1], grid.shards)))
+    return {} if device is None else make_indexes(tables, device, mesh.world_size)
 
 
 def _open_stores(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[str, RecordStore]:

@@ -53,12 +53,17 @@ def num_spare(rules: Dynamic, shards: range) -> int:
     return rules.spare_frames or max(LEAST_SPARE, num_kept(rules, shards))
 
 
+def num_used(rules: Dynamic, shards: range) -> int:
+    """Frames that ids of some shards, guests and leases share."""
+    return num_kept(rules, shards) + num_spare(rules, shards)
+
+
 def num_frames(rules: Dynamic, member: int, num_members: int) -> int:
     """Frames of one of the ranks of a replica group: for its shards, spare ones, as many for unknown ids in
     evaluation, and one whose row is always zero.
     """
     shards = shards_of(rules, member, num_members)
-    return num_kept(rules, shards) + 2 * num_spare(rules, shards) + 1 if shards else 0
+    return num_used(rules, shards) + num_spare(rules, shards) + 1 if shards else 0
 
 
 def framed(tables: Sequence[TableSpec], replicas: Mapping[str, int], world_size: int) -> tuple[TableSpec, ...]:

@@ -13,11 +13,12 @@ from rowmesh.dynamic.demoted import Demoted, Found, promoted_of
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hooks import DecisionHooks
-from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
+from rowmesh.dynamic.layout import num_spare, num_used, rules_of
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import Opened, ShardState, Statistics
 from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
+from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp
 from rowmesh.ops.dynamic_requests import cpu
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
@@ -47,6 +48,7 @@ class OwnedTable:
         piece: the frames of this rank: rows of the table as the exchange sees it, and their slots.
         seed: of initial values.
         store: of records of demoted ids; None where evicted ones are forgotten.
+        index: on a device; None: in the host's memory.
 
     Attributes:
         shards: index, rules and statistics.
@@ -64,12 +66,13 @@ class OwnedTable:
         piece: Piece,
         seed: int,
         store: RecordStore | None = None,
+        index: DeviceIndex | None = None,
     ) -> None:
         rules = rules_of(table)
         spare = num_spare(rules, shards)
         self._table, self._arena, self._piece, self._seed = table, arena, piece, seed
-        self._first_visitor = num_kept(rules, shards) + spare
-        self.shards = DynamicShards(table.name, rules, shards, self._first_visitor)
+        self._first_visitor = num_used(rules, shards)
+        self.shards = DynamicShards(table.name, rules, shards, self._first_visitor, index)
         self.counters = DynamicCounters(table.name)
         self._visitors = FrameList(table.name, spare)
         self._zero = self._first_visitor + spare  # its memory is never written
@@ -115,16 +118,21 @@ class OwnedTable:
             change = _change_of(number, ids, opened)
         else:
             opened, change = self._open_demoted(self._demoted, number, ids, counts, step, time, scores)
-        if opened.num_hits < len(ids):
-            self._start(opened.frames[opened.fresh], ids[opened.fresh])
-        if opened.num_hits < len(ids) or opened.num_evicted:
-            self._changes.append(change)
+        self._take(ids, counts, opened, change)
         if self.merging is not None:
             self.merging.note(np.concatenate([ids[~opened.guest], opened.evicted_ids]), opened.frames[opened.fresh])
-        self._count(opened, counts)
         if self.hooks:
             self.hooks(step, ids, counts, opened)
         return opened.frames + self._piece.rows.start
+
+    def _take(self, ids: np.ndarray, counts: np.ndarray, opened: Opened, change: Change) -> None:
+        """Writes the rows of new ids, and notes what has changed."""
+        num_new = opened.num_admitted + opened.num_dropped
+        if num_new:
+            self._start(opened.frames[opened.fresh], ids[opened.fresh])
+        if num_new or opened.num_promoted or opened.num_evicted:
+            self._changes.append(change)
+        self._count(opened, counts)
 
     def _open_demoted(
         self,
@@ -151,6 +159,40 @@ class OwnedTable:
         self.counters.promoted += opened.num_promoted
         self.counters.forgotten += demoted.demote(change, ids[promoted.places])
         return opened, change
+
+    # Where the index is on a device, which has found the ids of a batch
+
+    @property
+    def device_index(self) -> DeviceIndex:
+        """The index, where it is on a device."""
+        assert self.shards.device_index is not None
+        return self.shards.device_index
+
+    def open_found(self, number: int, found: LookedUp, step: int) -> None:
+        """Takes a step's decisions as `open` does; `found` gets the frames."""
+        if self._is_quiet:
+            ids, counts, opened = self.shards.open_found(found, step)
+            self._take(ids, counts, opened, _change_of(number, ids, opened))
+            return
+        ids, counts, places = self.device_index.all_ids(found)
+        self._put(found, places, self.open(number, ids, counts, step))
+
+    def find_found(self, number: int, found: LookedUp, ahead: Container[int]) -> None:
+        """Finds ids in evaluation as `find` does; `found` gets the frames."""
+        ids, _, places = self.device_index.all_ids(found)
+        self._put(found, places, self.find(number, ids, ahead))
+
+    def _put(self, found: LookedUp, places: np.ndarray, rows: np.ndarray) -> None:
+        self.device_index.put(found, places, rows - self._piece.rows.start)
+
+    def has_changed(self, ahead: Container[int]) -> bool:
+        """Whether one of these batches has changed what is known."""
+        return any(change.number in ahead for change in self._changes)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the index is on a device."""
+        return self.shards.device_index is not None
 
     @property
     def described(self) -> np.ndarray:

@@ -20,7 +20,9 @@ from rowmesh.ops.memory import array_at
 
 
 class Owners:
-    """The tables of one rank, those of which it has no shard included.
+    """The tables of one rank, those of which it has no shard included, and those whose index is on a device.
+
+    The latter are decided by `rowmesh.dynamic.device_tables`.
 
     Args:
         tables: all of the collection, as requests have them.
@@ -28,25 +30,29 @@ class Owners:
 
     def __init__(self, tables: Sequence[DynamicTable]) -> None:
         self._tables = tables
-        self._owned = [(place, table.owned) for place, table in enumerate(tables) if table.owned is not None]
+        self._all = [table.owned for table in tables if table.owned is not None]
+        self._owned = [
+            (place, table.owned)
+            for place, table in enumerate(tables)
+            if table.owned is not None and not table.owned.is_on_device
+        ]
         self.note_hooks()
         self._described = np.zeros((len(tables), cpu.OWNER_COLUMNS), np.int64)
-        for row, table in zip(self._described, tables, strict=True):
-            if table.owned is not None:
-                row[:] = table.owned.described
+        for place, owned in self._owned:
+            self._described[place] = owned.described
         self._outcome = np.empty((len(tables), cpu.OUTCOME_COLUMNS), np.int64)
         self._scratch = np.empty((3, 0), np.int64)
 
     def note_hooks(self) -> None:
         """A table has got hooks, which are told of known ids too."""
-        self._is_always_plain = np.array(
-            [each.owned is not None and each.owned.is_always_plain for each in self._tables]
-        )
+        self._is_always_plain = np.zeros(len(self._tables), bool)
+        for place, owned in self._owned:
+            self._is_always_plain[place] = owned.is_always_plain
 
     def release(self, first: int) -> str:
         """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""
         try:
-            for _, owned in self._owned:
+            for owned in self._all:
                 owned.release(first)
         except RowmeshError as error:
             return f"{type(error).__name__}\n{error}"
@@ -54,7 +60,7 @@ class Owners:
 
     def close(self) -> None:
         """Closes the stores of demoted ids."""
-        for _, owned in self._owned:
+        for owned in self._all:
             owned.close()
 
     def decide(self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]) -> str:

@@ -25,6 +25,7 @@ from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.asking import Asked, Dealer
 from rowmesh.dynamic.counters import DynamicCounters
+from rowmesh.dynamic.device_tables import DeviceAsked, DeviceTables
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.hooks import DecisionHook, DecisionHooks
 from rowmesh.dynamic.known import ask_statistics
@@ -58,6 +59,7 @@ class Resolver:
         leases: which batches are under way on this rank.
         counters: of its messages.
         step: how many batches were opened for training.
+        device_tables: names of those whose index is on the device, in their order.
     """
 
     def __init__(
@@ -75,6 +77,13 @@ class Resolver:
         self._lock = threading.Lock()  # ranks number their batches alike
         self._hooks: dict[str, DecisionHooks] = {}
         self._dealer, self._owners = Dealer(tables, mesh.rank, mesh.world_size), Owners(tables)
+        on_device = [
+            (place, each.owned)
+            for place, each in enumerate(tables)
+            if each.owned is not None and each.owned.is_on_device
+        ]
+        self.device_tables = tuple(tables[place].spec.name for place, _ in on_device)
+        self._on_device = DeviceTables(on_device) if on_device else None
         scored = [table.spec.takes_scores for table in tables]
         columns = 3 if any(scored) else 2
         self._mail: Mail
@@ -85,13 +94,21 @@ class Resolver:
         else:
             self._mail = MessageMail(self._channel, self.counters, columns)
 
-    def __call__(self, asked: Sequence[Asked], *, time: int | None = None, is_ahead: bool = False) -> Lease:
+    def __call__(
+        self,
+        asked: Sequence[Asked],
+        on_device: DeviceAsked | None = None,
+        *,
+        time: int | None = None,
+        is_ahead: bool = False,
+    ) -> Lease:
         """Puts frames in the place of ids. Collective.
 
         Under `torch.no_grad()`, and for frozen tables, nothing is counted or admitted.
 
         Args:
             asked: the ids of a batch, by group.
+            on_device: those of tables whose index is on the device, of which `asked` has none.
             time: of its latest event on this rank, in seconds, where that is known.
             is_ahead: whether a pipeline opens it before its turn.
 
@@ -108,7 +125,7 @@ class Resolver:
             try:
                 lease.is_ahead = is_ahead
                 self.step += opens
-                self._resolve(asked, lease.number, NO_TIME if time is None else time, opens=opens)
+                self._resolve(asked, on_device, lease.number, NO_TIME if time is None else time, opens=opens)
                 return lease
             except BaseException:
                 lease.end()
@@ -188,7 +205,9 @@ class Resolver:
         if table not in self.tables:
             raise ConfigurationError(f"{table!r} is no dynamic table; there are {[*self.tables]}")
 
-    def _resolve(self, asked: Sequence[Asked], number: int, time: int, *, opens: bool) -> None:
+    def _resolve(
+        self, asked: Sequence[Asked], on_device: DeviceAsked | None, number: int, time: int, *, opens: bool
+    ) -> None:
         opened = [opens and not each.is_frozen for each in asked for _ in each.offsets[1:]]
         self._check_scores(asked, opened)
         sizes = self._dealer.count(asked)
@@ -197,6 +216,8 @@ class Resolver:
         self._check_kinds(arrived)
         failure = self._owners.release(arrived.first)
         failure = failure or self._owners.decide(arrived, number, opened, self.step, self.leases.ahead)
+        if self._on_device is not None and on_device is not None:
+            failure = failure or self._on_device.decide(on_device, number, opened, self.step, self.leases.ahead)
         has_failed, rows_at = self._mail.answer(failed=bool(failure))
         if has_failed:
             self._raise(failure)

@@ -5,7 +5,7 @@ The rules are written out in `rowmesh.dynamic.reference`, which decides the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from rowmesh.dynamic.expiry import Expiry
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.state import Opened, Promoted, ShardState, Statistics, United, check_batch, check_step
+from rowmesh.dynamic.surplus import find_surplus
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
-from rowmesh.ops.dynamic_index import Index, victims
-from rowmesh.ops.dynamic_index.cpu import COUNT, ID, NUM_LATER, SCORE, SEEN, USED
-from rowmesh.ops.dynamic_requests import cpu as requests
+from rowmesh.ops.dynamic_index import victims
+from rowmesh.ops.dynamic_index.cpu import COUNT, ID, SCORE, SEEN
+from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp
+from rowmesh.ops.dynamic_index.scored import IndexShape, ScoredIndex
 from rowmesh.tables.dynamic import Dynamic
 
 _KINDS = {
@@ -34,17 +36,30 @@ _NOTHING = Promoted(_NONE, np.empty((0, 3), np.int64), _NONE)
 
 
 @dataclass(frozen=True)
-class _Decision:
-    """What a step will change: positions in the batch, and numbers by shard."""
+class _Unknown:
+    """Those ids of a step that are unknown, and not promoted."""
 
-    new: np.ndarray  # unknown, and not promoted
-    totals: np.ndarray
-    admitted: np.ndarray  # a mask of `new`
-    promoted: Promoted
+    located: Located
+    counts: np.ndarray
+    given: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What a step will change."""
+
+    totals: np.ndarray  # of the unknown ids
+    admitted: np.ndarray  # a mask of them
     expired: np.ndarray  # frames
-    missing: np.ndarray
+    missing: np.ndarray  # by shard
     window: int
-    past: int
+
+
+def shape_of(table: str, rules: Dynamic, shards: range, num_frames: int) -> IndexShape:
+    """The index of some shards of a table."""
+    capacities = np.array([rules.shard_capacity(shard) for shard in shards], np.int64)
+    here = (seed_of(table), rules.num_shards, shards.start)
+    return IndexShape(capacities, *here, max(1, num_frames), _KINDS[rules.eviction], rules.decay_steps)
 
 
 class DynamicShards:
@@ -55,6 +70,7 @@ class DynamicShards:
         rules: of the whole table.
         shards: those that are here.
         num_frames: frames that ids, guests and leases share; more than the capacity of the shards.
+        index: on a device, of the shape that `shape_of` gives; None: in the host's memory.
 
     Attributes:
         expiry: what is known of the time to live.
@@ -68,32 +84,36 @@ class DynamicShards:
         [-1]
     """
 
-    def __init__(self, table: str, rules: Dynamic, shards: range, num_frames: int) -> None:
+    def __init__(
+        self, table: str, rules: Dynamic, shards: range, num_frames: int, index: DeviceIndex | None = None
+    ) -> None:
         if shards.step != 1 or not 0 <= shards.start <= shards.stop <= rules.num_shards:
             raise ConfigurationError(f"dynamic table {table!r} has shards 0 to {rules.num_shards - 1}, not {shards}")
         if not 0 <= num_frames <= _MAX_FRAMES:
             raise ConfigurationError(f"num_frames of dynamic table {table!r} must be 0 to 2^32 − 1, got {num_frames}")
-        self.table, self.rules, self.shards = table, rules, shards
-        self._kind, seed = _KINDS[rules.eviction], seed_of(table)
-        self._capacities = np.array([rules.shard_capacity(shard) for shard in shards], np.int64)
-        initial = -(-(rules.initial_capacity or 1) // rules.num_shards)
-        shape = (seed, rules.num_shards, shards.start)
-        num_columns = 3 if self._kind == victims.RECENCY else 4
-        self._index = Index(self._capacities, *shape, max(1, num_frames), num_columns, initial)
+        self.table, self.rules, self.shards, self.device_index = table, rules, shards, index
+        shape = shape_of(table, rules, shards, num_frames)
+        self._kind, self._capacities = shape.kind, shape.capacities
+        self._index: ScoredIndex | DeviceIndex
+        if index is None:
+            initial = -(-(rules.initial_capacity or 1) // rules.num_shards)
+            self._index = ScoredIndex(shape, initial)
+        else:
+            self._index = index
         self._frames = FrameList(table, num_frames)
         self.expiry = Expiry(rules)
         self._candidates: Candidates | None = None
         if rules.admit_after > 1:
             sketched = rules.sketch_width > 0
-            self._candidates = (
-                SketchCandidates(len(shards), rules) if sketched else ExactCandidates(len(shards), *shape)
-            )
-        self._make_room()
+            here = (len(shards), shape.seed, shape.num_shards, shape.first_shard)
+            self._candidates = SketchCandidates(len(shards), rules) if sketched else ExactCandidates(*here)
         self._step, self._window = -1, 0
 
-    def _make_room(self) -> None:
-        largest = int(self._capacities.max(initial=0))
-        self._selection = victims.Selection(len(self.shards), largest, self._kind)
+    @property
+    def host_index(self) -> ScoredIndex:
+        """The index, where it is in the host's memory."""
+        assert isinstance(self._index, ScoredIndex)
+        return self._index
 
     def open(
         self,
@@ -121,25 +141,58 @@ class DynamicShards:
         check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
         check_step(self.table, step, self._step)
         self.expiry.clock.check(self.table, time)
-        batch = self._locate(ids)
-        frames = self._index.find(ids, batch.hashes, batch.shards)
-        decision = self._decide(batch, counts, frames, step, self.expiry.past(step, time), promoted)
+        batch, given = self._locate(ids), counts if scores is None else scores
+        frames, past = self._index.find(batch.ids, batch.hashes, batch.shards), self.expiry.past(step, time)
+        is_new = frames < 0
+        is_new[promoted.places] = False
+        new = np.flatnonzero(is_new)
+        unknown = _Unknown(batch.at(new), counts[new], given[new])
+        touched = self._by_shard(batch.shards[frames >= 0])
+        expired = self.expiry.due(past, self.host_index.records, frames) if self.expiry.is_used else _NONE
+        back = batch.shards[promoted.places]
+        decision = self._decide(unknown, touched, step, expired, back, int((promoted.frames < 0).sum()))
         self.expiry.clock.advance(step, time)
-        return self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
+        self._commit(unknown, decision)
+        self._index.touch(frames, batch.shards, counts, given, step)
+        evicted = self._evict(decision, step)
+        self._promote(batch, counts, frames, given, promoted, step)
+        frames[new] = self._enter(unknown, decision, evicted[0], step)
+        fresh, guest, came_back = np.zeros((3, len(frames)), bool)
+        fresh[new], guest[new[~decision.admitted]], came_back[promoted.places] = True, True, True
+        if self.expiry.is_used:
+            self.expiry.add(step, past, frames[~guest], self.host_index.records)
+        return Opened.of(frames, fresh, guest, came_back, evicted)
+
+    def open_found(self, found: LookedUp, step: int) -> tuple[np.ndarray, np.ndarray, Opened]:
+        """Takes a step's decisions where the index is on a device, which has found the ids.
+
+        Afterwards `found` has the frames of all ids.
+
+        Returns:
+            The unknown ids, ascending, and their counts; and what became of these.
+
+        Raises:
+            DataError, NoRoomError: see `open`.
+        """
+        index = self.device_index
+        assert index is not None
+        check_step(self.table, step, self._step)
+        seen = index.seen(found)
+        unknown = _Unknown(self._locate(seen.ids), seen.counts, seen.counts)
+        decision = self._decide(unknown, seen.touched, step)
+        self._commit(unknown, decision)
+        index.touch_found(found, step)
+        evicted = self._evict(decision, step)
+        frames = self._enter(unknown, decision, evicted[0], step)
+        index.put(found, seen.places, frames)
+        fresh = np.ones(len(frames), bool)
+        opened = Opened.of(frames, fresh, ~decision.admitted, ~fresh, evicted)
+        return seen.ids, seen.counts, replace(opened, num_hits=int(seen.touched.sum()))
 
     @property
     def described(self) -> np.ndarray:
         """What `rowmesh.ops.dynamic_requests.open_known` must know, but for the row of the first frame."""
-        index, later = self._index, self._selection.later
-        described = np.zeros(requests.OWNER_COLUMNS, np.int64)
-        described[requests.SEED] = index.seed.view(np.int64)
-        described[requests.NUM_SHARDS] = self.rules.num_shards
-        described[requests.FIRST_SHARD], described[requests.NUM_HERE] = self.shards.start, len(self.shards)
-        described[requests.HEADERS], described[requests.RECORDS] = index.headers.ctypes.data, index.records.ctypes.data
-        described[requests.NUM_SLOTS], described[requests.RECORD_COLUMNS] = index.records.shape
-        described[requests.LATER], described[requests.MOST_LATER] = later.ctypes.data, later.shape[1]
-        described[requests.KIND], described[requests.DECAY_STEPS] = self._kind, self.rules.decay_steps
-        return described
+        return self.host_index.described
 
     @property
     def is_always_plain(self) -> bool:
@@ -168,30 +221,43 @@ class DynamicShards:
         return Located(ids, hashes, shards)
 
     def _decide(
-        self, batch: Located, counts: np.ndarray, frames: np.ndarray, step: int, past: int, promoted: Promoted
+        self,
+        unknown: _Unknown,
+        touched: np.ndarray,
+        step: int,
+        expired: np.ndarray = _NONE,
+        back: np.ndarray = _NONE,
+        num_more: int = 0,
     ) -> _Decision:
-        is_new = frames < 0
-        is_new[promoted.places] = False
-        new = np.flatnonzero(is_new)
+        """Decides what to do; changes nothing that `_commit` would not make good, also where it raises.
+
+        Args:
+            unknown: ids of the step.
+            touched: int64 by shard, known ones.
+            step: its number.
+            expired: frames of ids that leave in any case.
+            back: shards of promoted ids.
+            num_more: frames that these need.
+        """
         window = step // self.rules.window_steps if self.rules.window_steps else 0
-        totals = counts[new]
+        totals = unknown.counts
         if self._candidates is not None:
-            totals = self._candidates.judge(batch.at(new), totals, window != self._window)
+            totals = self._candidates.judge(unknown.located, totals, window != self._window)
         admitted = totals >= self.rules.admit_after
         try:
-            touched = self._by_shard(batch.shards[frames >= 0])
-            entering = self._by_shard(batch.shards[np.concatenate([new[admitted], promoted.places])])
+            entering = self._by_shard(np.concatenate([unknown.located.shards[admitted], back]))
             self._check_fits(touched + entering)
-            expired = self.expiry.due(past, self._index.records, frames)
-            leaving = self._by_shard(self._locate(self._index.records[expired, ID]).shards)
-            missing = np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
+            leaving = 0
+            if len(expired):
+                leaving = self._by_shard(self._locate(self._index.ids_of(expired)).shards)
+            missing = np.maximum(self._index.used + entering - leaving - self._capacities, 0)
             self._check_expired(missing)
-            self._frames.check(len(new) + int((promoted.frames < 0).sum()))
+            self._frames.check(len(totals) + num_more)
         except NoRoomError:
             if self._candidates is not None:
                 self._candidates.undo()
             raise
-        return _Decision(new, totals, admitted, promoted, expired, missing, window, past)
+        return _Decision(totals, admitted, expired, missing, window)
 
     def _by_shard(self, shards: np.ndarray) -> np.ndarray:
         return np.bincount(shards, minlength=len(self.shards))
@@ -216,39 +282,26 @@ class DynamicShards:
                 f"{wanted * self.rules.num_shards} or more, or shorten it"
             )
 
-    def _apply(self, batch: Located, counts, frames, given, step: int, decision: _Decision) -> Opened:
-        index, unknown, admitted = self._index, decision.new, decision.admitted
+    def _commit(self, unknown: _Unknown, decision: _Decision) -> None:
         if self._candidates is not None:
-            self._candidates.commit(batch.at(unknown), decision.totals, admitted, decision.window != self._window)
-        decay = self.rules.decay_steps
-        at = (index.records, index.records.ctypes.data, self._selection.later, self._kind, decay, step)
-        victims.touch(index.headers, *at, frames, batch.shards, counts, given)
-        promoted = np.zeros(len(frames), bool)
-        promoted[decision.promoted.places] = True
-        num_hits = len(frames) - len(unknown) - len(decision.promoted.places)
-        evicted, evicted_ids, evicted_facts = self._evict(at, decision)
-        self._promote(at, batch, counts, frames, given, decision.promoted)
-        frames[unknown] = self._frames.take(len(unknown))
-        guest = np.zeros(len(frames), bool)
-        guest[unknown[~admitted]] = True
-        self._frames.lease(frames[guest])
-        self._frames.lease(evicted)
-        entering = unknown[admitted]
-        new, slots = batch.at(entering), frames[entering]
-        index.reserve(new.shards)
-        what = new.ids, new.hashes, new.shards, slots, decision.totals[admitted], given[entering]
-        victims.enter(index.headers, *at, *what)
-        if self.rules.eviction != "ttl" and len(entering):
-            victims.begin(index.headers, *at, self._capacities, self._selection.arguments)
-        if self.expiry.is_used:
-            self.expiry.add(step, decision.past, frames[~guest], index.records)
-        self._step, self._window = step, decision.window
-        fresh = np.zeros(len(frames), bool)
-        fresh[unknown] = True
-        left = evicted_ids, evicted, evicted_facts, len(entering), len(evicted)
-        return Opened(frames, fresh, guest, promoted, *left, num_hits, len(unknown) - len(entering))
+            is_renewed = decision.window != self._window
+            self._candidates.commit(unknown.located, decision.totals, decision.admitted, is_renewed)
 
-    def _promote(self, at, batch: Located, counts, frames, given, promoted: Promoted) -> None:
+    def _enter(self, unknown: _Unknown, decision: _Decision, evicted: np.ndarray, step: int) -> np.ndarray:
+        """Gives unknown ids frames, and lets those enter that were admitted; the last that a step does."""
+        admitted = decision.admitted
+        frames = self._frames.take(len(admitted))
+        self._frames.lease(frames[~admitted])
+        self._frames.lease(evicted)
+        new = unknown.located.at(admitted)
+        what = decision.totals[admitted], unknown.given[admitted]
+        self._index.enter(new.ids, new.hashes, new.shards, frames[admitted], *what, step)
+        if self.rules.eviction != "ttl" and len(new.ids):
+            self._index.look_ahead(step)
+        self._step, self._window = step, decision.window
+        return frames
+
+    def _promote(self, batch: Located, counts, frames, given, promoted: Promoted, step: int) -> None:
         """Lets ids enter with what was known of them, and counts them then as known ones."""
         places, slots = promoted.places, promoted.frames.copy()
         if not len(places):
@@ -257,26 +310,20 @@ class DynamicShards:
         slots[slots < 0] = self._frames.take(int((slots < 0).sum()))
         entering = batch.at(places)
         self._index.insert(entering.ids, entering.hashes, entering.shards, slots)
-        self._set_facts(slots, promoted.facts)
-        victims.touch(self._index.headers, *at, slots, entering.shards, counts[places], given[places])
+        self._index.set_facts(slots, promoted.facts)
+        self._index.touch(slots, entering.shards, counts[places], given[places], step)
         frames[places] = slots
 
-    def _evict(self, at, decision: _Decision) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        expired, records = decision.expired, self._index.records
-        ids, facts = records[expired, ID], self._facts_at(expired)
-        if len(expired):
-            old = self._locate(ids)
-            self._index.erase(old.ids, old.hashes, old.shards)
-        count = int(decision.missing.sum())
-        if not count:
-            return expired, ids, facts
-        chosen, chosen_ids = np.empty((2, count), np.int64)
-        of_chosen = np.empty((count, 3), np.int64)
-        what = (self._index.seed, decision.missing, *self._selection.arguments)
-        victims.evict(self._index.headers, *at, *what, chosen, chosen_ids, of_chosen)
+    def _evict(self, decision: _Decision, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Frames, ids and facts of those that leave."""
+        expired = decision.expired
         if not len(expired):
-            return chosen, chosen_ids, of_chosen
-        return np.concatenate([expired, chosen]), np.concatenate([ids, chosen_ids]), np.concatenate([facts, of_chosen])
+            return self._index.evict(decision.missing, step)
+        ids, facts = self._index.ids_of(expired), self._index.facts(expired)
+        old = self._locate(ids)
+        self.host_index.erase(old.ids, old.hashes, old.shards)
+        left = self._index.evict(decision.missing, step)
+        return np.concatenate([expired, left[0]]), np.concatenate([ids, left[1]]), np.concatenate([facts, left[2]])
 
     def release(self, frames: np.ndarray) -> None:
         """Frees frames of guests and victims whose leases ended."""
@@ -309,17 +356,12 @@ class DynamicShards:
     def facts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The frame of each id, −1 where it is unknown; and `[N, 3]`: last step + 1, count and frequency, or zeros."""
         frames = self.find(ids)
-        return frames, np.where(frames[:, None] >= 0, self._facts_at(frames), 0)
+        return frames, np.where(frames[:, None] >= 0, self._index.facts(frames), 0)
 
     def all_facts(self) -> tuple[np.ndarray, np.ndarray]:
         """The same of all ids that are known here."""
         frames = np.concatenate([self._index.slots_in(local) for local in range(len(self.shards))])
-        return frames, self._facts_at(frames)
-
-    def _facts_at(self, frames: np.ndarray) -> np.ndarray:
-        records = self._index.records[frames]
-        score = np.zeros(len(records), np.int64) if self._kind == victims.RECENCY else records[:, SCORE]
-        return np.stack([records[:, SEEN], records[:, COUNT], score], axis=1)
+        return frames, self._index.facts(frames)
 
     def unite(self, ids: np.ndarray, facts: np.ndarray) -> United:
         """Sets facts of ids, of which unknown ones enter. Then those of the smallest (score, id) leave full shards.
@@ -331,58 +373,24 @@ class DynamicShards:
         Raises:
             NoRoomError: leases hold the frames; nothing has changed then.
         """
-        batch, index = self._locate(ids), self._index
+        batch, index = self._locate(ids), self.host_index
         frames = index.find(batch.ids, batch.hashes, batch.shards)
         is_new = frames < 0
         self._frames.check(int(is_new.sum()))
-        self._set_facts(frames[~is_new], facts[~is_new])
-        left_frames, is_late = self._find_surplus(batch, is_new, facts)
-        left = self._locate(index.records[left_frames, ID])
+        index.set_facts(frames[~is_new], facts[~is_new])
+        left_frames, is_late = find_surplus(index, self._capacities, batch, is_new, facts, self._step)
+        left = self._locate(index.ids_of(left_frames))
         index.erase(left.ids, left.hashes, left.shards)
         self._frames.lease(left_frames)
         entering = np.flatnonzero(is_new & ~is_late)
         new, slots = batch.at(entering), self._frames.take(len(entering))
         index.insert(new.ids, new.hashes, new.shards, slots)
-        self._set_facts(slots, facts[entering])
+        index.set_facts(slots, facts[entering])
         frames[entering] = slots
         frames[np.isin(frames, left_frames)] = -1
-        index.headers[np.unique(batch.shards), NUM_LATER] = -1  # scores have changed
+        index.forget_order(np.unique(batch.shards))
         self.expiry.begin_anew()
         return United(frames, entering, left.ids, left_frames)
-
-    def _set_facts(self, frames: np.ndarray, facts: np.ndarray) -> None:
-        records = self._index.records
-        records[frames, SEEN], records[frames, COUNT] = facts[:, 0], facts[:, 1]
-        if self._kind != victims.RECENCY:
-            records[frames, SCORE] = facts[:, 2]
-
-    def _find_surplus(self, batch: Located, is_new: np.ndarray, facts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Frames of ids that leave, and a mask of those of the batch that cannot enter."""
-        is_late = np.zeros(len(is_new), bool)
-        surplus = self._index.headers[:, USED] + self._by_shard(batch.shards[is_new]) - self._capacities
-        full = np.flatnonzero(surplus > 0)
-        if not len(full):
-            return np.empty(0, np.int64), is_late
-        held = [self._index.slots_in(shard) for shard in full.tolist()]
-        frames = np.concatenate(held)
-        waiting = np.flatnonzero(is_new & np.isin(batch.shards, full))
-        ids = np.concatenate([self._index.records[frames, ID], batch.ids[waiting]])
-        shards = np.concatenate([np.repeat(full, [len(each) for each in held]), batch.shards[waiting]])
-        order = np.lexsort((ids, *self._keys(np.concatenate([self._facts_at(frames), facts[waiting]])), shards))
-        places = np.arange(len(order)) - np.searchsorted(shards[order], shards[order])  # in their shards
-        leaving = order[places < surplus[shards[order]]]
-        is_late[waiting[leaving[leaving >= len(frames)] - len(frames)]] = True
-        return frames[leaving[leaving < len(frames)]], is_late
-
-    def _keys(self, facts: np.ndarray) -> list[np.ndarray]:
-        """What ids leave by: of equal ones of the last key, the first decides."""
-        seen, score = facts[:, 0], facts[:, 2]
-        if self._kind == victims.RECENCY:
-            return [seen]
-        if self.rules.decay_steps:
-            halvings = max(self._step, 0) // self.rules.decay_steps - (seen - 1) // self.rules.decay_steps
-            score = score >> np.minimum(halvings, 63)
-        return [seen, score] if self._kind == victims.BOTH else [score]
 
     def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""
@@ -411,11 +419,11 @@ class DynamicShards:
 
     def records_of(self, frames: np.ndarray) -> np.ndarray:
         """Copies of what is known of the ids in some frames, for `columns`."""
-        return np.take(self._index.records, frames, axis=0)
+        return self._index.read(frames)
 
     def column_of(self, frames: np.ndarray, column: int) -> np.ndarray:
         """One number of each, as `rowmesh.ops.dynamic_index` counts them."""
-        return self._index.records[frames, column]
+        return self._index.read(frames)[:, column]
 
     def columns(self, records: np.ndarray) -> dict[str, np.ndarray]:
         """By their names in `ShardState`."""
@@ -437,7 +445,7 @@ class DynamicShards:
     @property
     def num_known(self) -> np.ndarray:
         """How many ids each shard knows: a copy."""
-        return self._index.headers[:, USED].copy()
+        return self._index.used.copy()
 
     @property
     def clock(self) -> tuple[int, int]:
@@ -447,17 +455,19 @@ class DynamicShards:
     def state_of(self, shard: int) -> ShardState:
         """All of one shard, as arrays of its own."""
         frames = self._index.slots_in(self._local(shard))
-        frames = frames[np.argsort(self._index.records[frames, ID])]
+        records = self._index.read(frames)
+        order = np.argsort(records[:, ID])
+        frames, records = frames[order], records[order]
         sketch, ids, counts = self.counted_in(shard)
         return ShardState(
-            **self.columns(self.records_of(frames)),
+            **self.columns(records),
             frames=frames,
             sketch=sketch,
             candidate_ids=ids,
             candidate_counts=counts,
             step=self._step,
             window=self._window,
-            last_times=self.expiry.clock.times_of(self._index.records[frames, SEEN] - 1),
+            last_times=self.expiry.clock.times_of(records[:, SEEN] - 1),
             now=self.expiry.clock.now,
         )
 
@@ -475,13 +485,11 @@ class DynamicShards:
         self._frames.exchange(self._index.slots_in(local), frames)
         self._index.clear(local)
         self._index.insert(known.ids, known.hashes, known.shards, frames)
-        records = self._index.records
-        records[frames, SEEN], records[frames, COUNT] = state.last_steps + 1, state.counts
-        if self._kind != victims.RECENCY:
-            records[frames, SCORE] = state.scores
+        scores = np.zeros_like(state.counts) if self._kind == victims.RECENCY else state.scores
+        self._index.set_facts(frames, np.stack([state.last_steps + 1, state.counts, scores], axis=1))
         if self._candidates is not None:
             self._candidates.load(local, state, candidates)
-        self._index.headers[:, NUM_LATER] = -1  # steps may begin anew, and frames have changed their shards
+        self._index.forget_order()  # steps may begin anew, and frames have changed their shards
         self._step, self._window = state.step, state.window
         self.expiry.begin_anew()
         self.expiry.clock.load(state.last_steps[: len(state.last_times)], state.last_times, state.step, state.now)

@@ -43,6 +43,22 @@ class Opened:
     num_hits: int
     num_dropped: int
 
+    @classmethod
+    def of(
+        cls,
+        frames: np.ndarray,
+        fresh: np.ndarray,
+        guest: np.ndarray,
+        promoted: np.ndarray,
+        evicted: tuple[np.ndarray, np.ndarray, np.ndarray],
+    ) -> Opened:
+        """With the numbers that follow; `evicted` are frames, ids and facts."""
+        left, left_ids, facts = evicted
+        num_new, num_guests = int(fresh.sum()), int(guest.sum())
+        num_hits = len(frames) - num_new - int(promoted.sum())
+        numbers = (num_new - num_guests, len(left), num_hits, num_guests)
+        return cls(frames, fresh, guest, promoted, left_ids, left, facts, *numbers)
+
     @property
     def num_promoted(self) -> int:
         """Ids that came back into the index."""

@@ -1,20 +1,26 @@
-"""Frames in the place of the ids of dynamic tables, in a batch for a device: found by the host, which has the index."""
+"""Frames in the place of the ids of dynamic tables, in a batch for a device: found there, or by the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rowmesh.dynamic.asking import Asked, largest
+from rowmesh.dynamic.device_tables import DeviceAsked
 from rowmesh.dynamic.leases import Lease
 from rowmesh.ops.distinct_ids import DistinctIds
 
-Resolve = Callable[[Sequence[Asked]], Lease]
-"""Puts frames in the place of the ids of dynamic tables; returns what keeps these. Collective."""
+
+class Resolve(Protocol):
+    """Puts frames in the place of the ids of dynamic tables; returns what keeps these. Collective."""
+
+    def __call__(self, asked: Sequence[Asked], on_device: DeviceAsked | None = None) -> Lease: ...
 
 
 class DynamicIds(NamedTuple):
@@ -23,46 +29,109 @@ class DynamicIds(NamedTuple):
     Attributes:
         bounds: where those of each table begin, and where the last one's end.
         is_frozen: whether nothing of them is counted.
+        on_device: of each table, whether its index is on the device.
     """
 
     bounds: Sequence[int]
     is_frozen: bool
+    on_device: Sequence[bool]
 
 
-def put_frames(
-    ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve, scores: Tensor | None = None
-) -> tuple[Tensor, Lease]:
+@dataclass(frozen=True)
+class Framed:
+    """A batch's ids with frames in the place of those of dynamic tables.
+
+    Attributes:
+        ids: int64 `[N]`, on the host where that found any frames; those that the device found are as they were.
+        lease: keeps the frames.
+        parts: where the ids are whose frames the device found, ascending.
+        frames: int64 on the device, of one part after the other.
+    """
+
+    ids: Tensor
+    lease: Lease
+    parts: Sequence[slice]
+    frames: Tensor | None
+
+    def upload(self, upload: Callable[[Tensor], Tensor]) -> Tensor:
+        """All on the device, int64 `[N]`.
+
+        Args:
+            upload: copies a tensor there.
+        """
+        if self.frames is None:
+            return upload(self.ids)
+        pieces, done, first = [], 0, 0
+        for part in self.parts:
+            number = part.stop - part.start
+            pieces += [upload(self.ids[done : part.start]), self.frames[first : first + number]]
+            done, first = part.stop, first + number
+        pieces.append(upload(self.ids[done:]))
+        pieces = [piece for piece in pieces if len(piece)]
+        return pieces[0] if len(pieces) == 1 else torch.cat([*pieces, self.frames[:0]])
+
+
+def put_frames(ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve, scores: Tensor | None = None) -> Framed:
     """Replaces the ids of dynamic tables by frames. Collective.
 
     Args:
-        ids: int64 `[N]`, those of tables next to each other; the host waits for them if they are on a device already.
+        ids: int64 `[N]`, those of tables next to each other. Where they are on a device and the index of a table is
+            not, the host waits for them.
         groups: of all dynamic tables, in their order.
         resolve: finds the frames of distinct ids.
         scores: int64 `[N]` of the ids, on the host, where the batch has any.
 
-    Returns:
-        int64 `[N]` on the host, a copy; and what keeps the frames.
-
     Raises:
         NoRoomError, DataError, PeerError: see `rowmesh.dynamic.resolver.Resolver`.
     """
-    ids = ids.to("cpu", copy=True)
-    numbers = ids.numpy()
+    parts, on_device = _asked_on_device(ids, groups)
+    if not all(all(group.on_device) for group in groups):
+        ids = ids.to("cpu", copy=True)
+    numbers = ids.numpy() if ids.device.type == "cpu" else np.empty(0, np.int64)
     found = [_ask(numbers, group) for group in groups]
     if scores is not None:
         for group, (asked, inverse) in zip(groups, found, strict=True):
-            given = scores.numpy()[group.bounds[0] : group.bounds[-1]]
-            asked.scores = largest(given, inverse, len(asked.ids))
-    lease = resolve([asked for asked, _ in found])
+            given = [scores.numpy()[part] for part in _on_host(group)]
+            asked.scores = largest(np.concatenate(given), inverse, len(asked.ids))
+    lease = resolve([asked for asked, _ in found], on_device)
     for group, (asked, inverse) in zip(groups, found, strict=True):
-        np.take(asked.ids, inverse, out=numbers[group.bounds[0] : group.bounds[-1]])
-    return ids, lease
+        first = 0
+        for part in _on_host(group):
+            number = part.stop - part.start
+            np.take(asked.ids, inverse[first : first + number], out=numbers[part])
+            first += number
+    return Framed(ids, lease, parts, None if on_device is None else on_device.frames)
+
+
+def _asked_on_device(ids: Tensor, groups: Sequence[DynamicIds]) -> tuple[list[slice], DeviceAsked | None]:
+    """Where the ids of tables are whose index is on the device, next ones joined; and what is asked of these."""
+    parts, bounds = list[slice](), [0]
+    for group in groups:
+        for (begin, end), is_there in zip(pairwise(group.bounds), group.on_device, strict=True):
+            if not is_there:
+                continue
+            bounds.append(bounds[-1] + end - begin)
+            if parts and parts[-1].stop == begin:
+                begin = parts.pop().start
+            parts.append(slice(begin, end))
+    if not parts:
+        return parts, None
+    pieces = [ids[part] for part in parts]
+    return parts, DeviceAsked(pieces[0] if len(pieces) == 1 else torch.cat(pieces), bounds)
+
+
+def _on_host(group: DynamicIds) -> list[slice]:
+    """Where the ids of each table are, no ids where its index is on the device."""
+    return [
+        slice(begin, begin if is_there else end)
+        for (begin, end), is_there in zip(pairwise(group.bounds), group.on_device, strict=True)
+    ]
 
 
 def _ask(ids: np.ndarray, group: DynamicIds) -> tuple[Asked, np.ndarray]:
     """The distinct ids of a group, and which of them each of its ids is."""
     distinct = DistinctIds()
-    found = [distinct(ids[begin:end]) for begin, end in pairwise(group.bounds)]
+    found = [distinct(ids[part]) for part in _on_host(group)]
     offsets = np.array([0, *accumulate(len(each.ids) for each in found)])
     counts = np.concatenate([each.counts for each in found]).astype(np.uint32)
     asked = Asked(np.concatenate([each.ids for each in found]), offsets, counts, group.is_frozen)

@@ -7,7 +7,7 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -246,6 +246,9 @@ class Router:
         layouts: where each feature's ids and vectors are.
         rank: this one, for messages.
         device: where; None: the host.
+
+    Attributes:
+        device_tables: dynamic tables whose index is on the device.
     """
 
     def __init__(
@@ -255,6 +258,7 @@ class Router:
         self.idle: list[_Memory] = []
         self._made: list[_Memory] = []  # those that routes hold, too
         self._features = tuple(feature for group in groups for feature in group.features)
+        self.device_tables: Collection[str] = ()
         self._takes_scores = any(table.takes_scores for group in groups for table in group.tables)
         self._ids: DeviceIds | None = None
         if device is not None:
@@ -346,28 +350,24 @@ class Router:
         batch = batch if batch.features == self._features else batch.select(self._features)
         layouts = self._layouts(batch)
         segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
-        lease = None
+        framed = None
         if resolve is not None:
             begins = accumulate((layout.num_ids for layout in layouts), initial=0)
-            ids, lease = put_frames(
-                batch.ids,
-                [
-                    DynamicIds([begin + bound for bound in bounds], exchange.is_frozen)
-                    for exchange, begin, bounds in zip(exchanges, begins, segments, strict=False)
-                    if exchange.is_dynamic
-                ],
-                resolve,
-                batch.scores,
-            )
-            batch = batch.with_ids(ids)
+            dynamic = [
+                self._dynamic_ids(exchange, [begin + bound for bound in bounds])
+                for exchange, begin, bounds in zip(exchanges, begins, segments, strict=False)
+                if exchange.is_dynamic
+            ]
+            framed = put_frames(batch.ids, dynamic, resolve, batch.scores)
+            batch = batch.with_ids(framed.ids)
         route = Route(batch)  # first: it tells exchanges when it is gone, even half made
-        route.lease = lease
+        route.lease = None if framed is None else framed.lease
         weights = batch.weights
         if weights is not None:
             weights = weights.detach()
             weights = weights if weights.dtype in (torch.float32, torch.float64) else weights.float()
             weights = device_ids.upload(weights)
-        ids = device_ids.upload(batch.ids)
+        ids = device_ids.upload(batch.ids) if framed is None else framed.upload(device_ids.upload)
         jagged = device_ids.upload(batch.offsets) if batch.bag_size is None else None
         bounds = [0, *(int(end) for layout in layouts for end in layout.features[:, 1])]
         numbers = torch.tensor([*bounds, *(number for part in segments for number in part)], device="cpu")
@@ -384,6 +384,10 @@ class Router:
         for exchange, group in zip(exchanges, route.groups, strict=True):
             exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
         return route
+
+    def _dynamic_ids(self, exchange: GroupExchange, bounds: Sequence[int]) -> DynamicIds:
+        on_device = [table.name in self.device_tables for table in exchange.group.tables]
+        return DynamicIds(bounds, exchange.is_frozen, on_device)
 
     @property
     def num_bytes(self) -> int:

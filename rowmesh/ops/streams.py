@@ -40,8 +40,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Mark:
@@ -121,10 +124,16 @@ class Stream:
             if self._stream is not None and mark.event is not None:
                 self._stream.wait_event(mark.event)
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Asks for what a function launches; the host goes on."""
+    def run(self, work: Callable[[], T]) -> T:
+        """Asks for what a function launches, and returns what it does; the host goes on."""
         if self._stream is None:
-            work()
-            return
+            return work()
         with torch.cuda.stream(self._stream):  # and its device
-            work()
+            return work()
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Has torch's allocator keep memory of another stream until this one has done what it is asked before the
+        tensor is dropped.
+        """
+        if self._stream is not None:
+            tensor.record_stream(self._stream)

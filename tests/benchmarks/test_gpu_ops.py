@@ -33,10 +33,11 @@ def test_ratios_are_to_peers_and_to_what_a_copy_moves():
 def test_contestants_of_every_case_agree(device, op):
     if obstacle := find_obstacle():
         pytest.skip(obstacle)
-    from benchmarks import gpu_cases, gpu_index_cases, gpu_table_cases
+    from benchmarks import gpu_cases, gpu_dynamic_cases, gpu_index_cases, gpu_table_cases
 
     sizes = gpu_cases.Sizes(ids=8, max_rows=20, table_rows=60, entries=40, distinct=20, dims=(16,), poolings=(1, 4))
-    cases = list((gpu_cases.CASES | gpu_index_cases.CASES | gpu_table_cases.CASES)[op](sizes, device))
+    every = gpu_cases.CASES | gpu_index_cases.CASES | gpu_table_cases.CASES | gpu_dynamic_cases.CASES
+    cases = list(every[op](sizes, device))
     assert cases
     for case in cases:
         case.check()

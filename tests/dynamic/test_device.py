@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rowmesh import checkpoint
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, NoRoomError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.ops.dynamic_index.device import DeviceIndex
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.tables import Dynamic
 from tests.dynamic.test_averages import AVERAGED, assert_as_expected
@@ -16,6 +18,7 @@ from tests.dynamic.test_demoted import DEMOTE
 from tests.dynamic.test_demoted import RULES as DEMOTED
 from tests.dynamic.test_resolver import RULES, at_the_end
 from tests.support.dynamic import (
+    IDS,
     Stream,
     assert_near,
     assert_same,
@@ -26,7 +29,7 @@ from tests.support.dynamic import (
     run_pipeline,
 )
 from tests.support.dynamic_average import run_average_oracle
-from tests.support.triton import kernels_of
+from tests.support.triton import find_device, kernels_of
 
 pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped
@@ -55,12 +58,43 @@ MORE = {
     "demoted and forgotten": replace(
         STREAM, rules=(("user", DEMOTED["forgetting"]), ("item", DEMOTED["ttl too"])), missing="zero", num_steps=5
     ),
+    "told of all ids": replace(STREAM, is_hooked=True, seed=3),
     "time to live": replace(STREAM, rules=(("user", RULES["ttl"]), ("item", RULES["sketch"])), num_steps=5),
 }
 
 
 def test_one_rank_does_as_the_rules_say():
     assert_same([run_dynamic(Mesh(), STREAM)], [run_oracle(Mesh(), STREAM)])
+
+
+def test_known_ids_are_found_and_counted_on_the_device(monkeypatch):
+    """The host gets none of them, in training and in evaluation; another table may ask it meanwhile."""
+    rules = (("user", Dynamic(capacity=40, shards=2, eviction="lfu")), ("item", RULES["ttl"]))
+    stream = replace(STREAM, rules=rules)
+    embeddings, batch = make(Mesh(), stream), stream.batch(0, 0, is_dynamic=True)
+    assert embeddings.engine.resolver.device_tables == ("user",)
+    embeddings(batch)
+    before = embeddings.statistics("user", IDS)
+    with monkeypatch.context() as patched:
+        for name in ("find", "seen", "all_ids", "read"):
+            patched.setattr(DeviceIndex, name, None)
+        embeddings(batch)
+        with torch.no_grad():
+            embeddings(batch)
+    after, known = embeddings.statistics("user", IDS), before.known
+    assert after.known.tolist() == known.tolist()
+    assert after.count.tolist() == (2 * before.count).tolist()
+    assert after.score.tolist() == (2 * before.score).tolist()
+    assert (after.last_step[known] == before.last_step[known] + 1).all()
+    counters = embeddings.dynamic_counters["user"]
+    assert counters.admitted == counters.hits == counters.found == known.sum()
+
+
+def test_where_the_index_is_is_said(caplog):
+    caplog.set_level("INFO")
+    make(Mesh(), replace(STREAM, rules=(("user", RULES["lru"]), ("item", RULES["score"]))))
+    assert f"index of dynamic table user: on {find_device().type}" in caplog.text
+    assert "index of dynamic table item: in the host's memory, which reads the caller's scores" in caplog.text
 
 
 def test_demoted_ids_come_back():

@@ -38,9 +38,9 @@ RULES = [
 MARGIN = 24
 
 
-def both(rules, margin=MARGIN):
+def both(rules, margin=MARGIN, kind=DynamicShards):
     num_frames = rules.capacity + margin
-    return [kind("t", rules, range(rules.num_shards), num_frames) for kind in (DynamicShards, ReferenceShards)]
+    return [each("t", rules, range(rules.num_shards), num_frames) for each in (kind, ReferenceShards)]
 
 
 def result(shards, arguments):
@@ -104,9 +104,9 @@ def test_decides_as_the_rules_say_in_large_shards(options):
     check(options, batches, 500, margin=300)
 
 
-def check(options, batches, capacity, margin=MARGIN):
+def check(options, batches, capacity, margin=MARGIN, kind=DynamicShards):
     """Opens, releases and reloads as the batches say, with both, which stay alike."""
-    mine, theirs = both(Dynamic(capacity=capacity, **{"shards": 1, **options}), margin)
+    mine, theirs = both(Dynamic(capacity=capacity, **{"shards": 1, **options}), margin, kind)
     step, leases = 0, []
     every = np.array(sorted({*range(31), -1, INT64.min, INT64.max}), np.int64)
     for batch, ahead, again in batches:

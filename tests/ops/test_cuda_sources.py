@@ -27,6 +27,7 @@ OF_WHOLE_NUMBERS = {
     "route": {"atomic_min"},
     "prefixes": {"atomic_min"},
     "bound_ids": {"atomic_add"},
+    "dynamic_index": {"atomic_add"},
     "merge_update": {"atomic_add"},
 }
 
