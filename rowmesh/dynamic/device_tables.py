@@ -55,9 +55,10 @@ def make_indexes(
     """
     reasons = {table.name: _reason_for_host(rules_of(table), world_size) for table, _ in tables}
     here = [(table, shards) for table, shards in tables if not reasons[table.name]]
-    for name, reason in reasons.items():
+    for reason in dict.fromkeys(reasons.values()):
+        names = ", ".join(name for name, other in reasons.items() if other == reason)
         where = f"in the host's memory, {reason}" if reason else f"on {device}"
-        logger.info("index of dynamic table %s: %s", name, where)
+        logger.info("index of dynamic tables %s: %s", names, where)
     if not here:
         return {}
     shapes = [

@@ -93,8 +93,8 @@ def test_known_ids_are_found_and_counted_on_the_device(monkeypatch):
 def test_where_the_index_is_is_said(caplog):
     caplog.set_level("INFO")
     make(Mesh(), replace(STREAM, rules=(("user", RULES["lru"]), ("item", RULES["score"]))))
-    assert f"index of dynamic table user: on {find_device().type}" in caplog.text
-    assert "index of dynamic table item: in the host's memory, which reads the caller's scores" in caplog.text
+    assert f"index of dynamic tables user: on {find_device().type}" in caplog.text
+    assert "index of dynamic tables item: in the host's memory, which reads the caller's scores" in caplog.text
 
 
 def test_demoted_ids_come_back():
