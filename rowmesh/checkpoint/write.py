@@ -48,8 +48,9 @@ from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
-from rowmesh.files.atomic import begin_sync, naming, sync_folder, synced_file, write_text
+from rowmesh.files.atomic import naming, sync_folder, write_text
 from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
+from rowmesh.files.direct import direct_file
 from rowmesh.mesh.groups import gather_in_group
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ def _write_pieces(
     count, outputs = sum(len(each.rows) for each in pieces), dict[str, _Output]()
     with contextlib.ExitStack() as files:
         for kind, name in names.items():
-            outputs[kind] = _Output(files.enter_context(synced_file(target / name)), BLOCK_BYTES)
+            outputs[kind] = _Output(files.enter_context(direct_file(target / name)), BLOCK_BYTES)
             reach("checkpoint.write_rows", target / name)
         for number, piece in enumerate(pieces):
             for kind, output in outputs.items():
@@ -386,20 +387,16 @@ class _Output(ChecksumWriter):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        begin = self.size_bytes
         try:
-            written = super().write(data)
+            return super().write(data)
         except OSError as error:
             self.error = self.error or error
             raise
-        if written >= self._block_bytes:
-            begin_sync(self._file, begin, begin + written)
-        return written
 
 
 def _write_file(path: Path, write: Callable[[_Output], Any], point: str) -> Checksums:
     """Writes a file and waits until its content is on disk; its name is after `sync_folder`."""
-    with synced_file(path) as file:
+    with direct_file(path) as file:
         output = _Output(file, BLOCK_BYTES)
         try:
             reach(point, path)
