@@ -80,11 +80,6 @@ def _check_average(
             f"table {timed[0]!r}: ttl_seconds counts from the latest event of all ranks, which averaged replicas do "
             "not tell each other at every step; take ttl_steps, or exact synchronization"
         )
-    if scored := [table.name for table in averaged if table.takes_scores]:
-        raise ConfigurationError(
-            f"table {scored[0]!r}: eviction = 'score' keeps the latest score of each id, and averaged replicas do not "
-            "know whose is the latest; take another eviction, or exact synchronization"
-        )
     if demoting := [table.name for table in averaged if rules_of(table).mode == "demote"]:
         raise ConfigurationError(
             f"table {demoting[0]!r}: mode = 'demote' keeps records of evicted ids, and averaged replicas evict others "

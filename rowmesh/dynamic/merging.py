@@ -9,6 +9,8 @@ can be kept, all groups know the same ids afterwards:
     count        what it was after the last average, and what every group has counted since
     last step    the last one of all groups
     frequency    as the count, of frequencies as of that step
+    score        of the caller: the largest of those groups that saw the id in that step, as it has the largest of its
+                 occurrences in a batch
     too many     where a shard has more ids than it holds, those of the smallest (score, id) leave
     sightings    of other ids: as the count. They admit nobody until the id comes again. Ids that some group has
                  admitted since the last average begin anew
@@ -34,11 +36,12 @@ from rowmesh.dynamic.state import MAX
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
+from rowmesh.tables.dynamic import Dynamic
 
 _DOING = "making one of what replicas know of dynamic tables"
 _NONE = np.empty(0, np.int64)
 SEEN, COUNT, SCORE = 0, 1, 2
-"""Columns of facts: last step + 1, or 0 of an unknown id; count; frequency as of that step."""
+"""Columns of facts: last step + 1, or 0 of an unknown id; count; frequency as of that step, or the caller's score."""
 
 
 @dataclass
@@ -112,7 +115,7 @@ class Merging:
         common = np.where(frames[:, None] >= 0, self._common[frames], 0)
         every = np.stack(_gather(channel, np.concatenate([facts, common], axis=1), counters))
         known = (every[:, :, SEEN] > 0).any(axis=0)
-        ids, merged = union[known], merge_facts(every[:, known], shards.rules.decay_steps)
+        ids, merged = union[known], merge_facts(every[:, known], shards.rules)
         slots, stay = self._owned.unite(number, ids, merged)
         self._common[self._owned.frames(slots)] = merged[stay]
         self._merge_sightings(channel, counters, union)
@@ -173,26 +176,30 @@ class Averages:
         return {name: table(self._channel, counters, number) for name, table in self.tables.items()}
 
 
-def merge_facts(every: np.ndarray, decay_steps: int) -> np.ndarray:
+def merge_facts(every: np.ndarray, rules: Dynamic) -> np.ndarray:
     """Facts of ids after an average.
 
     Args:
         every: int64 `[M, N, 6]`: the facts in each group, and those after the last average as far as it has them. All
             groups that have them have the same.
-        decay_steps: in which a frequency halves; 0: never.
+        rules: of the table.
 
     Returns:
         int64 `[N, 3]`.
 
     Example:
-        >>> merge_facts(np.array([[[8, 5, 0, 3, 4, 0]], [[9, 7, 0, 3, 4, 0]]]), 0)  # 4 until step 2, then 1 and 3 more
+        >>> facts = np.array([[[8, 5, 0, 3, 4, 0]], [[9, 7, 0, 3, 4, 0]]])  # 4 until step 2, then 1 and 3 more
+        >>> merge_facts(facts, Dynamic(capacity=9))
         array([[9, 8, 0]])
     """
     facts, common = every[:, :, :3], every[:, :, 3:]
     last = facts[:, :, SEEN].max(axis=0)
     merged = [last]
     for column in (COUNT, SCORE):
-        now, before = (_halved(each, column, last, decay_steps) for each in (facts, common))
+        if column == SCORE and rules.eviction == "score":
+            merged.append(np.where(facts[:, :, SEEN] == last, facts[:, :, SCORE], -MAX - 1).max(axis=0))
+            continue
+        now, before = (_halved(each, column, last, rules.decay_steps) for each in (facts, common))
         merged.append(_total(before.max(axis=0), np.maximum(now - before, 0)))
     return np.stack(merged, axis=1)
 

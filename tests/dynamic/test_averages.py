@@ -25,7 +25,7 @@ from tests.support.dynamic import _bits, initial_row, run_dynamic, run_pipeline
 from tests.support.dynamic_average import mean_of, run_average_oracle
 from tests.support.dynamic_streams import streams
 
-NOT_AVERAGED = ("ttl", "seconds", "score")
+NOT_AVERAGED = ("ttl", "seconds")
 AVERAGED = {
     # So tight that what two groups know does not fit into one.
     **{name: replace(rules, capacity=20, shards=1) for name, rules in RULES.items() if name not in NOT_AVERAGED},
@@ -80,13 +80,23 @@ def test_groups_do_as_the_rules_say(ranks, world_size, num_groups, examples):
     check()
 
 
+def merged(of_groups, **rules):
+    return merge_facts(np.array(of_groups)[:, None], Dynamic(capacity=9, **rules))[0].tolist()
+
+
 def test_facts_of_groups_add_up():
     """Group 0 saw the id in step 9, group 1 in step 5; frequencies halve at multiples of 4."""
     of_groups = [[10, 7, 900, 3, 4, 400], [6, 5, 300, 3, 4, 400]]
     # As of step 9, two halvings after step 2 and one after step 5: 100 in common, 800 and 50 more.
-    assert merge_facts(np.array(of_groups)[:, None], 4).tolist() == [[10, 8, 950]]
+    assert merged(of_groups, eviction="lfu", decay_steps=4) == [10, 8, 950]
     most = [[10, MAX, MAX, 0, 0, 0], [10, 1, 1, 0, 0, 0]]
-    assert merge_facts(np.array(most)[:, None], 0).tolist() == [[10, MAX, MAX]]
+    assert merged(most, eviction="lfu") == [10, MAX, MAX]
+
+
+def test_scores_are_the_largest_of_the_last_step():
+    of_groups = [[10, 7, -5, 3, 4, 8], [6, 5, 9, 3, 4, 8], [10, 6, -7, 3, 4, 8]]
+    assert merged(of_groups, eviction="score") == [10, 4 + 3 + 1 + 2, -5]
+    assert merged([[0, 0, 0, 0, 0, 0], [6, 5, -9, 3, 4, 8]], eviction="score") == [6, 5, -9], "one group alone knows it"
 
 
 def test_what_other_groups_bring_is_evicted_in_its_turn():
@@ -221,7 +231,6 @@ def refused(mesh):
         ([item, other], {"item": 2}, average, "must have equally many, got {'item': 2, 'other': 1}"),
         ([item], 2, Synchronization("average", dense=True), "leave dense out"),
         ([expired], 2, average, "eviction = 'ttl' evicts nobody before its time"),
-        ([table(capacity=9, eviction="score")], 2, average, "eviction = 'score' keeps the latest score of each id"),
         ([table(capacity=9, ttl_seconds=60)], 2, average, "ttl_seconds counts from the latest event of all ranks"),
     ]:
         with pytest.raises(ConfigurationError) as caught:

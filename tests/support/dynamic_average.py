@@ -35,9 +35,9 @@ class _Group:
         self.left: dict[str, set[int]] = {name: set() for name, _ in stream.rules}
 
     def step(self, step: int) -> Vectors:
-        batch = self._batch(step, is_dynamic=False)
+        batch = self._batch(step)
         before = {name: set(entries_of(rules)) for name, rules in self.oracle.rules.items()}
-        self.oracle.open([self._batch(step, is_dynamic=True)], step + 1)
+        self.oracle.open([self.stream.batch(step, rank, is_dynamic=True) for rank in self.ranks], step + 1)
         for name, rules in self.oracle.rules.items():
             gone = before[name] - set(entries_of(rules))
             self.kept[name] -= gone
@@ -48,8 +48,8 @@ class _Group:
         self.optimizer.step()
         return seen
 
-    def _batch(self, step: int, *, is_dynamic: bool) -> SparseBatch:
-        parts = [self.stream.bags(step, rank, is_dynamic=is_dynamic) for rank in self.ranks]
+    def _batch(self, step: int) -> SparseBatch:
+        parts = [self.stream.bags(step, rank, is_dynamic=False) for rank in self.ranks]
         return SparseBatch.from_bags({name: [bag for part in parts for bag in part[name]] for name in parts[0]})
 
 
@@ -113,6 +113,7 @@ def _facts(i: int, groups: list[_Group], held: list[dict[int, _Entry]], name: st
     """Last step, count, score."""
     holders = [(entries[i], i in group.kept[name]) for group, entries in zip(groups, held, strict=True) if i in entries]
     last = max(entry.last for entry, _ in holders)
+    given = max(entry.score for entry, _ in holders if entry.last == last)
     if groups[0].oracle.rules[name].rules.eviction in ("lru", "ttl"):
         decayed, score = (lambda score, seen: 0), last
     else:
@@ -125,6 +126,8 @@ def _facts(i: int, groups: list[_Group], held: list[dict[int, _Entry]], name: st
     for entry, is_kept in holders:
         count += entry.count - (base_count if is_kept else 0)
         total += decayed(entry.score, entry.last) - (base_score if is_kept else 0)
+    if groups[0].oracle.rules[name].rules.eviction == "score":
+        return last, min(MAX, count), given
     return last, min(MAX, count), score or min(MAX, total)
 
 
