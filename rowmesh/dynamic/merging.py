@@ -11,7 +11,9 @@ can be kept, all groups know the same ids afterwards:
     frequency    as the count, of frequencies as of that step
     score        of the caller: the largest of those groups that saw the id in that step, as it has the largest of its
                  occurrences in a batch
-    too many     where a shard has more ids than it holds, those of the smallest (score, id) leave
+    time         a step is at the latest event of all groups up to it; ids that are past their time to live then leave
+    too many     where a shard has more ids than it holds, those of the smallest (score, id) leave. Where nobody may
+                 leave before its time, all ranks refuse the average, and nothing has changed
     sightings    of other ids: as the count. They admit nobody until the id comes again. Ids that some group has
                  admitted since the last average begin anew
 
@@ -32,13 +34,11 @@ import torch
 from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import message_of
 from rowmesh.dynamic.owned import OwnedTable
-from rowmesh.dynamic.state import MAX
-from rowmesh.errors import PeerError
-from rowmesh.mesh import Mesh
+from rowmesh.dynamic.state import MAX, MergedFacts
 from rowmesh.mesh.channel import Channel
 from rowmesh.tables.dynamic import Dynamic
 
-_DOING = "making one of what replicas know of dynamic tables"
+DOING = "making one of what replicas know of dynamic tables"
 _NONE = np.empty(0, np.int64)
 SEEN, COUNT, SCORE = 0, 1, 2
 """Columns of facts: last step + 1, or 0 of an unknown id; count; frequency as of that step, or the caller's score."""
@@ -79,6 +79,7 @@ class Merging:
         self._common = np.zeros((owned.num_frames, 3), np.int64)  # facts after the last average, by frame
         self._changed: list[np.ndarray] = []
         self._sightings = self._read_sightings()
+        self._step = owned.shards.clock[0]
 
     @property
     def num_bytes(self) -> int:
@@ -93,20 +94,17 @@ class Merging:
     def begin_anew(self) -> None:
         """Takes what is known here as what all groups know: it was loaded."""
         self._changed, self._sightings = [], self._read_sightings()
+        self._step = self._owned.shards.clock[0]
         self._common = np.zeros_like(self._common)
         frames, facts = self._owned.shards.all_facts()
         self._common[frames] = facts
 
-    def __call__(self, channel: Channel, counters: CommonCounters, number: int) -> MergedIds:
-        """Makes what all groups know one. Collective among the ranks that have the same shards.
+    def find(self, channel: Channel, counters: CommonCounters) -> MergedFacts:
+        """What groups know of ids that each may know differently. Collective among the ranks with the same shards.
 
         Args:
             channel: between them, in the order of their groups.
             counters: of messages.
-            number: of the last batch that was opened.
-
-        Raises:
-            NoRoomError: leases hold the frames.
         """
         shards = self._owned.shards
         changed = np.unique(np.concatenate([_NONE, *self._changed]))
@@ -115,12 +113,28 @@ class Merging:
         common = np.where(frames[:, None] >= 0, self._common[frames], 0)
         every = np.stack(_gather(channel, np.concatenate([facts, common], axis=1), counters))
         known = (every[:, :, SEEN] > 0).any(axis=0)
-        ids, merged = union[known], merge_facts(every[:, known], shards.rules)
-        slots, stay = self._owned.unite(number, ids, merged)
-        self._common[self._owned.frames(slots)] = merged[stay]
-        self._merge_sightings(channel, counters, union)
-        self._changed = []
-        return MergedIds(ids[stay], slots)
+        clock = shards.expiry.clock
+        if shards.rules.ttl_seconds:
+            clock = clock.joined(np.concatenate(_gather(channel, clock.since(self._step), counters)))
+        return MergedFacts(union[known], merge_facts(every[:, known], shards.rules), clock, union)
+
+    def check(self, merged: MergedFacts) -> None:
+        """Raises NoRoomError where this cannot be what this group knows; changes nothing."""
+        self._owned.shards.check_merged(merged)
+
+    def unite(self, merged: MergedFacts, channel: Channel, counters: CommonCounters, number: int) -> MergedIds:
+        """Makes it what this group knows, where `check` has passed on all ranks. Collective as `find` is.
+
+        Args:
+            merged: what `find` has found.
+            channel, counters: as there.
+            number: of the last batch that was opened.
+        """
+        slots, stay = self._owned.unite(number, merged)
+        self._common[self._owned.frames(slots)] = merged.facts[stay]
+        self._merge_sightings(channel, counters, merged.changed)
+        self._changed, self._step = [], self._owned.shards.clock[0]
+        return MergedIds(merged.ids[stay], slots)
 
     def _merge_sightings(self, channel: Channel, counters: CommonCounters, without: np.ndarray) -> None:
         shards, base, mine = self._owned.shards, self._sightings, self._read_sightings()
@@ -144,36 +158,6 @@ class Merging:
 
     def _read_sightings(self) -> _Sightings:
         return _Sightings(*self._owned.shards.sightings())
-
-
-class Averages:
-    """All dynamic tables whose replica groups decide for themselves. Making one is collective.
-
-    Args:
-        owned: what this rank has of each, by name; all of them on all ranks that have the same shards.
-        mesh: the ranks that have the same shards, one of each replica group, in their order.
-    """
-
-    def __init__(self, owned: dict[str, OwnedTable], mesh: Mesh) -> None:
-        self._mesh, self._channel = mesh, Channel.between_hosts(mesh)
-        self.tables = {name: Merging(table) for name, table in owned.items()}
-        for name, table in owned.items():
-            table.merging = self.tables[name]
-
-    def __call__(self, number: int, step: int, counters: CommonCounters) -> dict[str, MergedIds]:
-        """See `Merging.__call__`, of each table.
-
-        Raises:
-            PeerError: groups have opened differently many batches.
-        """
-        steps = self._channel.post_gather(torch.tensor([step]), counters, _DOING).wait().tolist()
-        if len(set(steps)) > 1:
-            opened = ", ".join(f"rank {self._mesh.name(rank)} {each}" for rank, each in enumerate(steps))
-            raise PeerError(
-                f"rank {self._mesh.name(self._mesh.rank)}: replicas of dynamic tables have opened differently many "
-                f"batches: {opened}; every rank must call forward and step equally often"
-            )
-        return {name: table(self._channel, counters, number) for name, table in self.tables.items()}
 
 
 def merge_facts(every: np.ndarray, rules: Dynamic) -> np.ndarray:
@@ -230,8 +214,8 @@ def _counts_at(wanted: np.ndarray, ids: np.ndarray, counts: np.ndarray) -> np.nd
 
 def _gather(channel: Channel, rows: np.ndarray, counters: CommonCounters) -> list[np.ndarray]:
     """The rows `[n, C]` of each member; n may differ."""
-    sizes = channel.post_gather(torch.tensor([len(rows)]), counters, _DOING).wait().tolist()
+    sizes = channel.post_gather(torch.tensor([len(rows)]), counters, DOING).wait().tolist()
     out = np.zeros((max(sizes), rows.shape[1]), np.int64)
     out[: len(rows)] = rows
-    came = channel.post_gather(message_of(out), counters, _DOING).wait().numpy()
+    came = channel.post_gather(message_of(out), counters, DOING).wait().numpy()
     return [part[:size] for part, size in zip(came.reshape(channel.size, *out.shape), sizes, strict=True)]

@@ -15,7 +15,7 @@ from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hooks import DecisionHooks
 from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import Opened, ShardState, Statistics
+from rowmesh.dynamic.state import MergedFacts, Opened, ShardState, Statistics
 from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
 from rowmesh.ops.dynamic_requests import cpu
@@ -259,18 +259,17 @@ class OwnedTable:
     def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
         self._arena.start(frames + self._piece.slots.start, ids, self._seed, self._table)
 
-    def unite(self, number: int, ids: np.ndarray, facts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def unite(self, number: int, merged: MergedFacts) -> tuple[np.ndarray, np.ndarray]:
         """Takes over what other replica groups know; see `DynamicShards.unite`.
 
         Args:
             number: of the last batch that was opened.
-            ids: int64 `[N]`, ascending.
-            facts: int64 `[N, 3]`.
+            merged: which ids there are.
 
         Returns:
             Slots of the ids that are known afterwards, and a mask of these. New ones have their initial rows.
         """
-        united = self.shards.unite(ids, facts)
+        ids, united = merged.ids, self.shards.unite(merged)
         entered = united.frames[united.entered]
         self._start(entered, ids[united.entered])
         order = np.argsort(united.left_ids)

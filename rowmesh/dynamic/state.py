@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rowmesh.dynamic.event_clock import NO_TIME
+from rowmesh.dynamic.event_clock import NO_TIME, EventClock
 from rowmesh.errors import DataError
 
 MAX = 2**63 - 1  # counts and frequencies stay there
@@ -104,6 +104,23 @@ class ShardState:
     window: int
     last_times: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     now: int = NO_TIME
+
+
+@dataclass(frozen=True)
+class MergedFacts:
+    """What replica groups know together, of ids that each may know differently.
+
+    Attributes:
+        ids: int64 `[N]`, ascending, of the shards here.
+        facts: int64 `[N, 3]`: last steps + 1, counts, and scores as of these steps.
+        clock: by which ids live.
+        changed: int64, ascending: these ids, and those that nobody knows any more.
+    """
+
+    ids: np.ndarray
+    facts: np.ndarray
+    clock: EventClock
+    changed: np.ndarray
 
 
 @dataclass(frozen=True)

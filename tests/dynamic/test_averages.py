@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, assume, given, settings
 import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.data import Batch
+from rowmesh.dynamic.event_clock import EventClock
+from rowmesh.dynamic.hashing import shard_of
 from rowmesh.dynamic.merging import merge_facts
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import MAX
-from rowmesh.errors import ConfigurationError
+from rowmesh.dynamic.state import MAX, MergedFacts
+from rowmesh.errors import ConfigurationError, NoRoomError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.optim import Adam
 from rowmesh.pipeline import Pipeline
@@ -25,10 +27,12 @@ from tests.support.dynamic import _bits, initial_row, run_dynamic, run_pipeline
 from tests.support.dynamic_average import mean_of, run_average_oracle
 from tests.support.dynamic_streams import streams
 
-NOT_AVERAGED = ("ttl", "seconds")
 AVERAGED = {
     # So tight that what two groups know does not fit into one.
-    **{name: replace(rules, capacity=20, shards=1) for name, rules in RULES.items() if name not in NOT_AVERAGED},
+    **{name: replace(rules, capacity=20, shards=1) for name, rules in RULES.items() if name != "ttl"},
+    "ttl": RULES["ttl"],
+    "ttl by time": Dynamic(capacity=400, shards=3, eviction="ttl", ttl_seconds=12),
+    "roomy, by time": Dynamic(capacity=400, shards=3, ttl_seconds=12, ttl_steps=3),
     "shards": Dynamic(capacity=36, shards=3),
     "frequent": Dynamic(capacity=20, shards=1, eviction="lru_lfu", decay_steps=2),
     "time": Dynamic(capacity=40, shards=3, ttl_steps=2),
@@ -99,13 +103,17 @@ def test_scores_are_the_largest_of_the_last_step():
     assert merged([[0, 0, 0, 0, 0, 0], [6, 5, -9, 3, 4, 8]], eviction="score") == [6, 5, -9], "one group alone knows it"
 
 
+def merged_facts(i, facts):
+    return MergedFacts(np.array([i]), np.array([facts]), EventClock(0), np.array([i]))
+
+
 def test_what_other_groups_bring_is_evicted_in_its_turn():
     shards = DynamicShards("item", Dynamic(capacity=4, shards=1), range(1), num_frames=20)
     for step, i in ((1, 1), (10, 2), (20, 3), (30, 4), (40, 5)):
         shards.open(np.array([i]), np.array([1]), step)
-    united = shards.unite(np.array([6]), np.array([[16, 1, 0]]))
+    united = shards.unite(merged_facts(6, [16, 1, 0]))
     assert united.left_ids.tolist() == [2]
-    assert shards.unite(np.array([7]), np.array([[13, 1, 0]])).frames.tolist() == [-1], "it is itself seen longest ago"
+    assert shards.unite(merged_facts(7, [13, 1, 0])).frames.tolist() == [-1], "it is itself seen longest ago"
     for step, i in ((50, 8), (60, 9)):
         evicted = shards.open(np.array([i]), np.array([1]), step).evicted_ids.tolist()
         assert evicted == [6 if step == 50 else 3]
@@ -226,12 +234,9 @@ def test_a_checkpoint_goes_on_to_the_bit(ranks, tmp_path):
 def refused(mesh):
     average = Synchronization("average")
     item, other = table(capacity=9), replace(table(capacity=9), name="other", features=("other",))
-    expired = table(capacity=9, eviction="ttl", ttl_steps=2)
     for tables, replicas, how, message in [
         ([item, other], {"item": 2}, average, "must have equally many, got {'item': 2, 'other': 1}"),
         ([item], 2, Synchronization("average", dense=True), "leave dense out"),
-        ([expired], 2, average, "eviction = 'ttl' evicts nobody before its time"),
-        ([table(capacity=9, ttl_seconds=60)], 2, average, "ttl_seconds counts from the latest event of all ranks"),
     ]:
         with pytest.raises(ConfigurationError) as caught:
             EmbeddingCollection(tables, mesh=mesh, replicas=replicas, synchronization=how)
@@ -240,6 +245,50 @@ def refused(mesh):
 
 def test_what_cannot_be_averaged_is_refused(ranks):
     ranks.run(refused, world_size=2)
+
+
+def train_what_does_not_fit(mesh, depth):
+    """Each group has room for its own ids; together they are too many in the shard of ranks 1 and 3 alone."""
+    full, other = table(capacity=9, shards=2, eviction="ttl", ttl_steps=9), table(capacity=90)
+    tables = [replace(full, name="full", features=("full",)), other]
+    embeddings = EmbeddingCollection(tables, mesh=mesh, replicas=2, synchronization=Synchronization("average", every=2))
+    group, of_shards = mesh.rank // 2, shard_of("full", np.arange(100), 2)
+    ids = [0, *(np.flatnonzero(of_shards == 1)[3 * group :][:3]).tolist()]
+    batch = Batch(torch.zeros(1, 0), SparseBatch.from_bags({"full": [ids], "item": [ids]}), torch.zeros(1))
+    with pytest.raises(NoRoomError) as caught:
+        run_to_the_end(embeddings, [batch] * 4, depth)
+    known = {each.name: embeddings.known_rows(each.name).ids.tolist() for each in tables} if depth is None else {}
+    return str(caught.value), set(ids), known
+
+
+def run_to_the_end(embeddings, batches, depth):
+    optimizer = EmbeddingOptimizer(embeddings)
+    if depth is None:
+        for batch in batches:
+            embeddings(batch.sparse).values.sum().backward()
+            optimizer.step()
+        return
+    with Pipeline(embeddings, depth=depth) as pipeline:
+        for window in pipeline.windows(batches):
+            for part in window:
+                part.embeddings.values.sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "depth", [None, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_ids_within_their_time_that_do_not_fit_together_are_refused_on_all_ranks(ranks, depth):
+    found = ranks.run(train_what_does_not_fit, depth, world_size=4)
+    for message, _, _ in found:
+        assert (
+            "shard 1 of dynamic table 'full' is full, and too few ids are past their time to live, 9 steps" in message
+        )
+        assert "raise capacity from 9 to 12 or more, or shorten it" in message
+    for group in (found[:2], found[2:]) if depth is None else ():
+        for name in ("full", "item"):
+            known = [i for _, _, by_table in group for i in by_table[name]]
+            assert sorted(known) == sorted(group[0][1]), "nothing has changed, in no table"
 
 
 def plans_have_replicas(mesh):

@@ -7,6 +7,7 @@ has several. Every so many steps the rule of averages, as `rowmesh.dynamic.mergi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -16,6 +17,7 @@ from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableS
 from rowmesh.dynamic.hashing import shard_of
 from rowmesh.dynamic.reference import _Entry
 from rowmesh.dynamic.state import MAX
+from rowmesh.errors import NoRoomError
 from rowmesh.tables.spec import with_moment_scale
 from tests.support.dynamic import IDS, Seen, Stream, Vectors, _detached, _loss, _Oracle, initial_row, vectors_of
 
@@ -63,20 +65,25 @@ def run_average_oracle(stream: Stream, world_size: int, num_groups: int, *, at_t
     groups = [_Group(stream, range(m * size, (m + 1) * size), num_groups) for m in range(num_groups)]
     seen = [Seen([], [], [], {}) for _ in groups]
     base = {name: ({}, {}, {}, 0) for name, _ in stream.rules}
+    clocks: dict[str, dict[int, int]] = {name: {} for name, _ in stream.rules}  # latest events of all groups, by step
     assert stream.synchronization is not None
     for step in range(stream.num_steps):
         for group, of_group in zip(groups, seen, strict=True):
             of_group.vectors.append(group.step(step))
+        for name, clock in clocks.items():
+            clock[step + 1] = max(group.oracle.rules[name]._now for group in groups)
         is_last = step + 1 == stream.num_steps
         if (step + 1) % stream.synchronization.every == 0 or (is_last and at_the_end):
-            base = {spec.name: _average(groups, spec, base[spec.name]) for spec in groups[0].oracle.specs}
+            base = {
+                spec.name: _average(groups, spec, base[spec.name], clocks[spec.name]) for spec in groups[0].oracle.specs
+            }
             _average_plain(groups)
         for group, of_group in zip(groups, seen, strict=True):
             of_group.known.append(group.oracle.known())
     return seen
 
 
-def _average(groups: list[_Group], spec: TableSpec, base: tuple[Facts, Facts, dict, int]):
+def _average(groups: list[_Group], spec: TableSpec, base: tuple[Facts, Facts, dict, int], clock: dict[int, int]):
     name = spec.name
     rules = [group.oracle.rules[name] for group in groups]
     held = [entries_of(each) for each in rules]
@@ -84,7 +91,9 @@ def _average(groups: list[_Group], spec: TableSpec, base: tuple[Facts, Facts, di
     merged: Facts = {}
     for i in sorted(set().union(*held)):
         merged[i] = _facts(i, groups, held, name, base[0], decay)
-    kept = set(_without_surplus(merged, rules[0], step))
+    entries = {i: _Entry(0, count, last, score, clock[last]) for i, (last, count, score) in merged.items()}
+    in_time = {i: entry for i, entry in entries.items() if not rules[0]._has_expired(entry, step, clock[step])}
+    kept = set(_without_surplus(in_time, rules[0], step))
     _average_rows(groups, spec, held, sorted(kept))
     is_same = window == base[3]
     admitted = set(merged).union(*(group.left[name] for group in groups))
@@ -103,8 +112,8 @@ def _average(groups: list[_Group], spec: TableSpec, base: tuple[Facts, Facts, di
         for i in sorted(kept):
             frame = mine[i].frame if i in mine else min(each._free)
             each._free -= {frame}
-            last, count, score = merged[i]
-            each._shards[_shard(each, i)].entries[i] = _Entry(frame, count, last, score)
+            each._shards[_shard(each, i)].entries[i] = replace(entries[i], frame=frame)
+        each._now = clock[step]
         group.kept[name], group.left[name] = set(kept), set()
     return {i: merged[i] for i in kept}, candidates, sketch, window
 
@@ -131,12 +140,15 @@ def _facts(i: int, groups: list[_Group], held: list[dict[int, _Entry]], name: st
     return last, min(MAX, count), score or min(MAX, total)
 
 
-def _without_surplus(merged: Facts, rules, step: int) -> list[int]:
+def _without_surplus(entries: dict[int, _Entry], rules, step: int) -> list[int]:
     kept = []
     for shard in rules.shards:
-        mine = [i for i in merged if _shard(rules, i) == shard]
-        mine.sort(key=lambda i: (*rules._score(_Entry(0, merged[i][1], merged[i][0], merged[i][2]), step), i))
-        kept += mine[max(0, len(mine) - rules.rules.shard_capacity(shard)) :]
+        mine = [i for i in entries if _shard(rules, i) == shard]
+        mine.sort(key=lambda i: (*rules._score(entries[i], step), i))
+        surplus = max(0, len(mine) - rules.rules.shard_capacity(shard))
+        if surplus and rules.rules.eviction == "ttl":
+            raise NoRoomError(f"{rules.table}: what groups know together does not fit")
+        kept += mine[surplus:]
     return kept
 
 
