@@ -42,19 +42,19 @@ class Averages:
                 ranks of the group.
 
         Raises:
-            NoRoomError: in some group ids do not fit; nothing has changed then.
+            NoRoomError, StoreError: some group cannot; nothing has changed then, in none.
             PeerError: groups have opened differently many batches.
         """
         self._check_steps(step, counters)
-        merged = {name: table.find(self._channel, counters) for name, table in self.tables.items()}
+        drafts = {name: table.find(self._channel, counters) for name, table in self.tables.items()}
         failure = ""
-        for name, each in merged.items():
+        for name, each in drafts.items():
             try:
                 self.tables[name].check(each)
             except RowmeshError as error:
                 failure = failure or f"{type(error).__name__}\n{error}"
         agree(self._first(failure, counters))
-        return {name: self.tables[name].unite(each, self._channel, counters, number) for name, each in merged.items()}
+        return {name: self.tables[name].unite(each, self._channel, counters, number) for name, each in drafts.items()}
 
     def _check_steps(self, step: int, counters: CommonCounters) -> None:
         steps = self._channel.post_gather(torch.tensor([step]), counters, DOING).wait().tolist()

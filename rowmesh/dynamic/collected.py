@@ -75,11 +75,6 @@ def _check_average(
             f"table {name!r} is dynamic, and its rows have no numbers by which whole tables could be averaged; leave "
             "dense out, so that the rows of changed ids are averaged"
         )
-    if demoting := [table.name for table in averaged if rules_of(table).mode == "demote"]:
-        raise ConfigurationError(
-            f"table {demoting[0]!r}: mode = 'demote' keeps records of evicted ids, and averaged replicas evict others "
-            "each, whose records nobody could average; take mode = 'drop', or exact synchronization"
-        )
 
 
 def make_resolver(

@@ -5,7 +5,7 @@ function of all ids: the row and the optimizer state of an id that it knows; the
 other. An average puts the mean of these functions into the place of each, for the ids that some group knows. So that it
 can be kept, all groups know the same ids afterwards:
 
-    known        an id that some group knows
+    known        an id that some group knows in its index
     count        what it was after the last average, and what every group has counted since
     last step    the last one of all groups
     frequency    as the count, of frequencies as of that step
@@ -18,9 +18,14 @@ can be kept, all groups know the same ids afterwards:
                  admitted since the last average begin anew
 
 An id that a group has evicted counts as unknown there: its share of the mean is the initial row. What was counted
-before is not lost with it, as long as another group knows the id.
+before is not lost with it, as long as another group knows the id. An id that it has demoted is not unknown: its record
+is its share. After an average these are demoted everywhere that no group has in its index, and those that leave:
 
-Only ids travel that some group has seen, or evicted, since the last average; the others are the same everywhere.
+    order        in which they are forgotten: of ids that no group has seen, demoted or forgotten since the last average
+                 as it was; then the others in ascending order of ids
+
+Only ids travel that some group has seen, evicted or forgotten since the last average; the others are the same
+everywhere.
 Differs from the paper, whose groups all have the same rows.
 """
 
@@ -33,8 +38,11 @@ import torch
 
 from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import message_of
+from rowmesh.dynamic.changes import find_in
+from rowmesh.dynamic.held import Held
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.state import MAX, MergedFacts
+from rowmesh.errors import StoreError
 from rowmesh.mesh.channel import Channel
 from rowmesh.tables.dynamic import Dynamic
 
@@ -56,7 +64,7 @@ class _Sightings:
 
 @dataclass(frozen=True)
 class MergedIds:
-    """Ids whose rows may differ between groups, and which all of them know.
+    """Ids whose rows may differ between groups, and which all of them know, demoted or not.
 
     Attributes:
         ids: int64 `[n]`, ascending.
@@ -67,6 +75,21 @@ class MergedIds:
     slots: np.ndarray
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What groups will know, as this rank has found it.
+
+    Attributes:
+        merged: of ids that each may know differently.
+        held: what is known of them here.
+        failure: why this group cannot say what it knows.
+    """
+
+    merged: MergedFacts
+    held: Held
+    failure: StoreError | None
+
+
 class Merging:
     """One table on the ranks that have the same shards, one of each replica group. Making one is local.
 
@@ -75,8 +98,9 @@ class Merging:
     """
 
     def __init__(self, owned: OwnedTable) -> None:
-        self._owned = owned
+        self._owned, self._demotes = owned, owned.shards.rules.mode == "demote"
         self._common = np.zeros((owned.num_frames, 3), np.int64)  # facts after the last average, by frame
+        self._left: list[tuple[np.ndarray, np.ndarray]] = []  # ids that were demoted since, and these facts of them
         self._changed: list[np.ndarray] = []
         self._sightings = self._read_sightings()
         self._step = owned.shards.clock[0]
@@ -84,57 +108,93 @@ class Merging:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        return self._common.nbytes + sum(ids.nbytes for ids in self._changed)
+        left = sum(ids.nbytes + facts.nbytes for ids, facts in self._left)
+        return self._common.nbytes + left + sum(ids.nbytes for ids in self._changed)
 
-    def note(self, ids: np.ndarray, fresh: np.ndarray) -> None:
-        """Ids that a step, or an average that was not carried out, has changed; and frames that have a new id."""
+    def note(
+        self, ids: np.ndarray, fresh: np.ndarray = _NONE, left_ids: np.ndarray = _NONE, left_frames: np.ndarray = _NONE
+    ) -> None:
+        """What a step has changed: ids, frames that have a new one, ids that left and their frames.
+
+        Or ids of an average that was not carried out.
+        """
         self._changed.append(ids)
+        if self._demotes and len(left_ids):
+            self._left.append((left_ids, self._common[left_frames]))
         self._common[fresh] = 0
+
+    def note_back(self, ids: np.ndarray, frames: np.ndarray, facts: np.ndarray) -> None:
+        """Demoted ids are in these frames again. Facts are those of their records."""
+        self._common[frames] = self._common_of_demoted(ids, facts)
+
+    def _common_of_demoted(self, ids: np.ndarray, facts: np.ndarray) -> np.ndarray:
+        """Facts of demoted ids after the last average; where they were demoted before it, those of their records."""
+        common = facts.copy()
+        for left_ids, of_left in self._left:
+            places, found = find_in(left_ids, ids)
+            common[found] = of_left[places[found]]
+        return common
 
     def begin_anew(self) -> None:
         """Takes what is known here as what all groups know: it was loaded."""
-        self._changed, self._sightings = [], self._read_sightings()
+        self._changed, self._left, self._sightings = [], [], self._read_sightings()
         self._step = self._owned.shards.clock[0]
         self._common = np.zeros_like(self._common)
         frames, facts = self._owned.shards.all_facts()
         self._common[frames] = facts
 
-    def find(self, channel: Channel, counters: CommonCounters) -> MergedFacts:
+    def find(self, channel: Channel, counters: CommonCounters) -> Draft:
         """What groups know of ids that each may know differently. Collective among the ranks with the same shards.
 
         Args:
             channel: between them, in the order of their groups.
             counters: of messages.
         """
-        shards = self._owned.shards
+        shards, failure = self._owned.shards, None
         changed = np.unique(np.concatenate([_NONE, *self._changed]))
         union = np.unique(np.concatenate(_gather(channel, changed[:, None], counters)))
-        frames, facts = shards.facts(union)
-        common = np.where(frames[:, None] >= 0, self._common[frames], 0)
-        every = np.stack(_gather(channel, np.concatenate([facts, common], axis=1), counters))
-        known = (every[:, :, SEEN] > 0).any(axis=0)
+        try:
+            held = self._owned.held(union)
+        except StoreError as error:  # which all ranks must learn of: they wait for what comes next
+            failure, held = error, Held.nothing(len(union))
+        is_here, demoted = held.frames >= 0, held.demoted
+        common = np.where(is_here[:, None], self._common[held.frames], 0)
+        common[demoted] = self._common_of_demoted(union[demoted], held.facts[demoted])
+        mine = [held.facts, common, is_here[:, None]] if self._demotes else [held.facts, common]
+        every = np.stack(_gather(channel, np.concatenate(mine, axis=1), counters))
+        known = np.any(every[:, :, SEEN] > 0, axis=0, keepdims=True)[0]
+        enters = every[:, known, 6].max(axis=0) > 0 if self._demotes else known[known]
         clock = shards.expiry.clock
         if shards.rules.ttl_seconds:
             clock = clock.joined(np.concatenate(_gather(channel, clock.since(self._step), counters)))
-        return MergedFacts(union[known], merge_facts(every[:, known], shards.rules), clock, union)
+        facts = merge_facts(every[:, known, :6], shards.rules)
+        return Draft(MergedFacts(union[known], facts, enters, clock, union), held.at(known), failure)
 
-    def check(self, merged: MergedFacts) -> None:
-        """Raises NoRoomError where this cannot be what this group knows; changes nothing."""
-        self._owned.shards.check_merged(merged)
+    def check(self, draft: Draft) -> None:
+        """Raises where this cannot be what this group knows; changes nothing.
 
-    def unite(self, merged: MergedFacts, channel: Channel, counters: CommonCounters, number: int) -> MergedIds:
+        Raises:
+            StoreError: the store does not answer; names it.
+            NoRoomError: ids do not fit, or leases hold the frames.
+        """
+        if draft.failure is not None:
+            raise draft.failure
+        self._owned.shards.check_merged(draft.merged, draft.held.rows_at)
+
+    def unite(self, draft: Draft, channel: Channel, counters: CommonCounters, number: int) -> MergedIds:
         """Makes it what this group knows, where `check` has passed on all ranks. Collective as `find` is.
 
         Args:
-            merged: what `find` has found.
+            draft: what `find` has found.
             channel, counters: as there.
             number: of the last batch that was opened.
         """
-        slots, stay = self._owned.unite(number, merged)
-        self._common[self._owned.frames(slots)] = merged.facts[stay]
+        merged = draft.merged
+        slots, has_row, stays = self._owned.unite(number, merged, draft.held)
+        self._common[self._owned.frames(slots[stays])] = merged.facts[stays]
         self._merge_sightings(channel, counters, merged.changed)
-        self._changed, self._step = [], self._owned.shards.clock[0]
-        return MergedIds(merged.ids[stay], slots)
+        self._changed, self._left, self._step = [], [], self._owned.shards.clock[0]
+        return MergedIds(merged.ids[has_row], slots[has_row])
 
     def _merge_sightings(self, channel: Channel, counters: CommonCounters, without: np.ndarray) -> None:
         shards, base, mine = self._owned.shards, self._sightings, self._read_sightings()

@@ -122,7 +122,8 @@ class Resolver:
             Of each table, the ids whose rows must be averaged.
 
         Raises:
-            NoRoomError: on all ranks alike, where ids do not fit; nothing has changed then.
+            NoRoomError, StoreError: on all ranks alike, where ids do not fit, or a store does not answer; nothing has
+                changed then.
         """
         assert self.averages is not None
         with self._lock:
@@ -139,7 +140,7 @@ class Resolver:
         assert self.averages is not None
         with self._lock:
             for name, each in merged.items():
-                self.averages.tables[name].note(each.ids, np.empty(0, np.int64))
+                self.averages.tables[name].note(each.ids)
 
     @property
     def decided(self) -> dict[str, DynamicCounters]:

@@ -241,12 +241,10 @@ class DynamicShards:
 
     def _promote(self, at, batch: Located, counts, frames, given, promoted: Promoted) -> None:
         """Lets ids enter with what was known of them, and counts them then as known ones."""
-        places, slots = promoted.places, promoted.frames.copy()
+        places = promoted.places
         if not len(places):
             return
-        self._frames.take_back(slots[slots >= 0])
-        slots[slots < 0] = self._frames.take(int((slots < 0).sum()))
-        entering = batch.at(places)
+        entering, slots = batch.at(places), self._frames_for(promoted.frames)
         self._index.insert(entering.ids, entering.hashes, entering.shards, slots)
         self._set_facts(slots, promoted.facts)
         victims.touch(self._index.headers, *at, slots, entering.shards, counts[places], given[places])
@@ -312,42 +310,59 @@ class DynamicShards:
         score = np.zeros(len(records), np.int64) if self._kind == victims.RECENCY else records[:, SCORE]
         return np.stack([records[:, SEEN], records[:, COUNT], score], axis=1)
 
-    def check_merged(self, merged: MergedFacts) -> None:
+    def check_merged(self, merged: MergedFacts, rows_at: np.ndarray | None) -> None:
         """Raises NoRoomError where `unite` cannot be carried out; changes nothing."""
         batch, frames, stays = self._find_merged(merged)
         self._room.check_leaving(self._surplus(batch, frames, stays))
-        self._frames.check(int((frames < 0).sum()))
+        needs = frames < 0 if rows_at is None else (frames < 0) & (rows_at < 0)
+        self._frames.check(int(needs.sum()))
 
-    def unite(self, merged: MergedFacts) -> United:
+    def unite(self, merged: MergedFacts, rows_at: np.ndarray | None) -> United:
         """Sets facts of ids, of which unknown ones enter, and leave that are past their time to live.
 
         Then those of the smallest (score, id) leave full shards. `check_merged` comes before.
+
+        Args:
+            merged: the ids.
+            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, leased, that ids have which are in no
+                index; −1: none. Those that do not enter get frames then too, which are leased.
         """
         batch, frames, stays = self._find_merged(merged)
         index, facts, is_new = self._index, merged.facts, frames < 0
         self.expiry.clock = merged.clock
         self._set_facts(frames[~is_new], facts[~is_new])
-        surplus, is_late = self._find_surplus(batch, frames, stays, facts)
-        left_frames = np.concatenate([frames[~is_new & ~stays], surplus])
-        left = self._locate(index.records[left_frames, ID])
-        index.erase(left.ids, left.hashes, left.shards)
-        self._frames.lease(left_frames)
-        entering = np.flatnonzero(is_new & stays & ~is_late)
-        new, slots = batch.at(entering), self._frames.take(len(entering))
-        index.insert(new.ids, new.hashes, new.shards, slots)
-        self._set_facts(slots, facts[entering])
-        frames[entering] = slots
-        frames[np.isin(frames, left_frames)] = -1
+        left = np.concatenate([frames[~is_new & ~stays], self._find_surplus(batch, frames, stays, facts)])
+        left_facts, leaving = self._facts_at(left), self._locate(index.records[left, ID])
+        index.erase(leaving.ids, leaving.hashes, leaving.shards)
+        self._frames.lease(left)
+        stays &= is_new | ~np.isin(frames, left)
+        entered = np.flatnonzero(is_new & stays if rows_at is None else is_new)
+        frames[entered] = self._frames_for(np.full(len(entered), -1) if rows_at is None else rows_at[entered])
+        entering = np.flatnonzero(is_new & stays)
+        new = batch.at(entering)
+        index.insert(new.ids, new.hashes, new.shards, frames[entering])
+        self._set_facts(frames[entering], facts[entering])
+        if rows_at is None:
+            frames[~stays] = -1
+        else:
+            self._frames.lease(frames[is_new & ~stays])
         index.headers[np.unique(batch.shards), NUM_LATER] = -1  # scores have changed
         self.expiry.begin_anew()
-        return United(frames, entering, left.ids, left_frames)
+        return United(frames, stays, entered, leaving.ids, left, left_facts)
 
     def _find_merged(self, merged: MergedFacts) -> tuple[Located, np.ndarray, np.ndarray]:
-        """Ids, their frames here, and a mask of those that are not past their time to live."""
+        """Ids, their frames here, and a mask of those that are not demoted, and not past their time to live."""
         batch = self._locate(merged.ids)
         frames = self._index.find(batch.ids, batch.hashes, batch.shards)
         past = self.expiry.past(self._step, NO_TIME, merged.clock)
-        return batch, frames, merged.facts[:, 0] - 1 > past
+        return batch, frames, merged.enters & (merged.facts[:, 0] - 1 > past)
+
+    def _frames_for(self, frames: np.ndarray) -> np.ndarray:
+        """Frames for ids: those that they still have, leased; −1: free ones."""
+        frames = frames.copy()
+        self._frames.take_back(frames[frames >= 0])
+        frames[frames < 0] = self._frames.take(int((frames < 0).sum()))
+        return frames
 
     def _set_facts(self, frames: np.ndarray, facts: np.ndarray) -> None:
         records = self._index.records
@@ -361,14 +376,12 @@ class DynamicShards:
         entering, leaving = (self._by_shard(batch.shards[mask]) for mask in (is_new & stays, ~is_new & ~stays))
         return np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
 
-    def _find_surplus(
-        self, batch: Located, frames: np.ndarray, stays: np.ndarray, facts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Frames of ids that leave full shards, and a mask of those of the batch that cannot enter."""
-        is_late, surplus = np.zeros(len(frames), bool), self._surplus(batch, frames, stays)
+    def _find_surplus(self, batch: Located, frames: np.ndarray, stays: np.ndarray, facts: np.ndarray) -> np.ndarray:
+        """Frames of ids that leave full shards; those of the batch that cannot enter do not stay."""
+        surplus = self._surplus(batch, frames, stays)
         full = np.flatnonzero(surplus)
         if not len(full):
-            return np.empty(0, np.int64), is_late
+            return np.empty(0, np.int64)
         held = [self._index.slots_in(shard) for shard in full.tolist()]
         held = [each[~np.isin(each, frames[~stays])] for each in held]
         here = np.concatenate(held)
@@ -377,8 +390,8 @@ class DynamicShards:
         shards = np.concatenate([np.repeat(full, [len(each) for each in held]), batch.shards[waiting]])
         of_ids = np.concatenate([self._facts_at(here), facts[waiting]])
         leaving = smallest(ids, of_ids, shards, surplus, self._kind, self.rules.decay_steps, self._step)
-        is_late[waiting[leaving[leaving >= len(here)] - len(here)]] = True
-        return here[leaving[leaving < len(here)]], is_late
+        stays[waiting[leaving[leaving >= len(here)] - len(here)]] = False
+        return here[leaving[leaving < len(here)]]
 
     def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""

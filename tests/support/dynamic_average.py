@@ -19,7 +19,7 @@ from rowmesh.dynamic.reference import _Entry
 from rowmesh.dynamic.state import MAX
 from rowmesh.errors import NoRoomError
 from rowmesh.tables.spec import with_moment_scale
-from tests.support.dynamic import IDS, Seen, Stream, Vectors, _detached, _loss, _Oracle, initial_row, vectors_of
+from tests.support.dynamic import IDS, Seen, Stream, Vectors, _detached, _loss, _Oracle, _plain, initial_row, vectors_of
 
 Facts = dict[int, tuple[int, int, int]]
 
@@ -33,17 +33,20 @@ class _Group:
         self.stream, self.ranks = stream, ranks
         self.optimizer = EmbeddingOptimizer(self.embeddings)
         self.oracle = _Oracle(self.embeddings, stream)
-        self.kept: dict[str, set[int]] = {name: set() for name, _ in stream.rules}  # since the last average
-        self.left: dict[str, set[int]] = {name: set() for name, _ in stream.rules}
+        # Since the last average: what was known then and was not forgotten; what was seen, left or was forgotten.
+        self.kept: dict[str, set[int]] = {name: set() for name, _ in stream.rules}
+        self.changed: dict[str, set[int]] = {name: set() for name, _ in stream.rules}
 
     def step(self, step: int) -> Vectors:
         batch = self._batch(step)
-        before = {name: set(entries_of(rules)) for name, rules in self.oracle.rules.items()}
+        before = {name: (set(entries_of(rules)), set(held_by(rules))) for name, rules in self.oracle.rules.items()}
         self.oracle.open([self.stream.batch(step, rank, is_dynamic=True) for rank in self.ranks], step + 1)
         for name, rules in self.oracle.rules.items():
-            gone = before[name] - set(entries_of(rules))
+            known, held = before[name]
+            gone = held - set(held_by(rules))
             self.kept[name] -= gone
-            self.left[name] |= gone
+            self.changed[name] |= gone | known - set(entries_of(rules))
+            self.changed[name] |= {i for i, entry in entries_of(rules).items() if entry.last == step + 1}
         vectors = vectors_of(self.embeddings(batch), self.stream)
         seen = _detached(vectors)
         (_loss(vectors, self.stream) / len(self.ranks)).backward()
@@ -57,6 +60,16 @@ class _Group:
 
 def entries_of(rules) -> dict[int, _Entry]:
     return {i: entry for shard in rules._shards.values() for i, entry in shard.entries.items()}
+
+
+def demoted_of(rules) -> dict[int, _Entry]:
+    """In the order of their demotion, shard by shard."""
+    return {i: entry for shard in rules._shards.values() for i, entry in shard.demoted.items()}
+
+
+def held_by(rules) -> dict[int, _Entry]:
+    """What has a row of its own."""
+    return demoted_of(rules) | entries_of(rules)
 
 
 def run_average_oracle(stream: Stream, world_size: int, num_groups: int, *, at_the_end: bool = False) -> list[Seen]:
@@ -80,42 +93,68 @@ def run_average_oracle(stream: Stream, world_size: int, num_groups: int, *, at_t
             _average_plain(groups)
         for group, of_group in zip(groups, seen, strict=True):
             of_group.known.append(group.oracle.known())
+    for group, of_group in zip(groups, seen, strict=True):
+        for spec in group.oracle.specs:
+            rules = group.oracle.rules[spec.name]
+            of_group.statistics[spec.name] = _plain(rules.statistics(IDS))
+            if rules.rules.mode == "demote":
+                of_group.demoted[spec.name] = _records_of(group, spec)
     return seen
+
+
+def _records_of(group: _Group, spec: TableSpec) -> list[tuple]:
+    """What `demoted_of` of the support of dynamic tables gives, of all shards."""
+    (piece,), rules = group.embeddings.held_rows(spec.name), group.oracle.rules[spec.name]
+    tensors, records = [piece.values, *(piece.state[kind] for kind in sorted(piece.state))], []
+    for i, entry in demoted_of(rules).items():
+        place = piece.rows.index(int(np.searchsorted(IDS, i)))
+        records.append((i, *(tensor[place].numpy().tobytes() for tensor in tensors), *rules._facts_of(entry)))
+    return records
 
 
 def _average(groups: list[_Group], spec: TableSpec, base: tuple[Facts, Facts, dict, int], clock: dict[int, int]):
     name = spec.name
     rules = [group.oracle.rules[name] for group in groups]
-    held = [entries_of(each) for each in rules]
+    held = [held_by(each) for each in rules]
     decay, step, window = rules[0].rules.decay_steps, rules[0]._step, rules[0]._window
+    changed = set().union(*(group.changed[name] for group in groups))
     merged: Facts = {}
     for i in sorted(set().union(*held)):
         merged[i] = _facts(i, groups, held, name, base[0], decay)
     entries = {i: _Entry(0, count, last, score, clock[last]) for i, (last, count, score) in merged.items()}
-    in_time = {i: entry for i, entry in entries.items() if not rules[0]._has_expired(entry, step, clock[step])}
+    known = set().union(*map(entries_of, rules))
+    in_time = {i: entries[i] for i in known if not rules[0]._has_expired(entries[i], step, clock[step])}
     kept = set(_without_surplus(in_time, rules[0], step))
-    _average_rows(groups, spec, held, sorted(kept))
+    demoted = []
+    if rules[0].rules.mode == "demote":
+        demoted = [i for i in demoted_of(rules[0]) if i not in changed]
+        demoted += [i for i in sorted(merged) if i not in kept and i not in demoted]
+    _average_rows(groups, spec, held, sorted(changed & (kept | set(demoted))))
     is_same = window == base[3]
-    admitted = set(merged).union(*(group.left[name] for group in groups))
     candidates = _added([_joined_candidates(each) for each in rules], base[1] if is_same else {})
-    candidates = {i: count for i, count in candidates.items() if i not in admitted}
+    candidates = {i: count for i, count in candidates.items() if i not in changed}
     sketches = [
         {(s, *cell): n for s, shard in each._shards.items() for cell, n in shard.sketch.items()} for each in rules
     ]
     sketch = _added(sketches, base[2] if is_same else {})
-    for group, each, mine in zip(groups, rules, held, strict=True):
+    for group, each in zip(groups, rules, strict=True):
+        mine = entries_of(each)
         for shard, state in each._shards.items():
             state.candidates = {i: n for i, n in candidates.items() if _shard(each, i) == shard}
             state.sketch = {cell[1:]: n for cell, n in sketch.items() if cell[0] == shard}
             each._free |= {entry.frame for i, entry in state.entries.items() if i not in kept}
             state.entries = {}
+            state.demoted = {i: replace(entries[i]) for i in demoted if _shard(each, i) == shard}
+            for i in [*state.demoted][: max(0, len(state.demoted) - (each.rules.stored_in(shard) or len(merged)))]:
+                del state.demoted[i]
+                each.num_forgotten += 1
         for i in sorted(kept):
             frame = mine[i].frame if i in mine else min(each._free)
             each._free -= {frame}
             each._shards[_shard(each, i)].entries[i] = replace(entries[i], frame=frame)
         each._now = clock[step]
-        group.kept[name], group.left[name] = set(kept), set()
-    return {i: merged[i] for i in kept}, candidates, sketch, window
+        group.kept[name], group.changed[name] = set(held_by(each)), set()
+    return {i: merged[i] for i in held_by(rules[0])}, candidates, sketch, window
 
 
 def _facts(i: int, groups: list[_Group], held: list[dict[int, _Entry]], name: str, base: Facts, decay: int):
