@@ -15,7 +15,8 @@ class Change:
 
     Attributes:
         number: of the batch.
-        admitted_ids: that entered the index, and about which nothing was known.
+        admitted_ids: that entered the index, and about which nothing was known; or of which an average has told that
+            they are demoted, which `evicted_ids` then has too.
         evicted_ids: that left it, ascending.
         evicted_frames: where their rows are; earlier batches may still update these.
         evicted_facts: `[n, 3]`: last steps + 1, counts and frequencies.
@@ -48,9 +49,9 @@ class Change:
 
     def undo(self, ids: np.ndarray, frames: np.ndarray) -> None:
         """Finds ids as before the change; their frames are still leased. Those that came back have their rows there."""
-        frames[np.isin(ids, self.admitted_ids)] = -1
         places, found = find_in(self.evicted_ids, ids)
         frames[found] = self.evicted_frames[places[found]]
+        frames[np.isin(ids, self.admitted_ids)] = -1
 
     def take_back(self, ids: np.ndarray) -> None:
         """Evicted ids are known again, in the frames that they had."""

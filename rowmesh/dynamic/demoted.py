@@ -43,6 +43,10 @@ class Found:
     facts: np.ndarray
     records: np.ndarray
 
+    def at(self, chosen: np.ndarray) -> Found:
+        """Of some of the ids."""
+        return Found(self.is_there[chosen], self.frames[chosen], self.facts[chosen], self.records[chosen])
+
 
 class Demoted:
     """The demoted ids of some shards of a table.

@@ -47,6 +47,9 @@ class EventClock:
             self.now = time
             self._steps.append(step)
             self._times.append(time)
+        self._forget()
+
+    def _forget(self) -> None:
         kept = bisect_right(self._times, self.now - self._ttl)
         del self._steps[:kept], self._times[:kept]
 
@@ -80,8 +83,44 @@ class EventClock:
             self.now, self._steps, self._times = now, [], []
             return
         known = zip([*self._steps, *steps.tolist(), step], [*self._times, *times.tolist(), now], strict=True)
-        self.now, self._steps, self._times = now, [], []
-        for step, time in sorted(set(known)):
-            if not self._times or time > self._times[-1]:
+        self._set(list(known))
+
+    def _set(self, known: list[tuple[int, int]]) -> None:
+        """A step is at the latest of the times of all steps up to it."""
+        self.now, self._steps, self._times = NO_TIME, [], []
+        for step, time in sorted(known):
+            if time > self.now:
+                if self._steps and self._steps[-1] == step:
+                    del self._steps[-1], self._times[-1]
+                self.now = time
                 self._steps.append(step)
                 self._times.append(time)
+
+    # Clocks of several replica groups, see `rowmesh.dynamic.merging`
+
+    def since(self, step: int) -> np.ndarray:
+        """Later steps at which the time has changed, and to what: int64 `[n, 2]`."""
+        first = bisect_right(self._steps, step)
+        return np.stack([np.array(each[first:], np.int64) for each in (self._steps, self._times)], axis=1)
+
+    def joined(self, since: np.ndarray) -> EventClock:
+        """The clock by which each step is at the latest event of several clocks, which were one up to some step.
+
+        So steps are as a clock has them that was told of all events in time.
+
+        Args:
+            since: int64 `[n, 2]`, what the method of this name gives of the others.
+
+        Example:
+            >>> first, second = EventClock(60), EventClock(60)
+            >>> for step, time, other in ((1, 1000, 990), (2, 1010, 1030)):
+            ...     first.advance(step, time)
+            ...     second.advance(step, other)
+            >>> first.joined(second.since(0)).times_of(np.array([1, 2]))
+            array([1000, 1030])
+        """
+        clock = EventClock(self._ttl)
+        known = [*zip(self._steps, self._times, strict=True), *map(tuple, since.tolist())]
+        clock._set(known)
+        clock._forget()
+        return clock

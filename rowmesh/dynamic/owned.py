@@ -12,10 +12,11 @@ from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.demoted import Demoted, Found, promoted_of
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.frames import FrameList
+from rowmesh.dynamic.held import Held
 from rowmesh.dynamic.hooks import DecisionHooks
 from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import Opened, ShardState, Statistics
+from rowmesh.dynamic.state import MergedFacts, Opened, ShardState, Statistics, United
 from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
 from rowmesh.ops.dynamic_requests import cpu
@@ -28,8 +29,12 @@ from rowmesh.tables.row_store import Piece
 class Decided(Protocol):
     """Is told of decisions, see `rowmesh.dynamic.merging`."""
 
-    def note(self, ids: np.ndarray, fresh: np.ndarray) -> None:
-        """Ids that were seen or left, and frames that have a new id."""
+    def note(self, ids: np.ndarray, fresh: np.ndarray, left_ids: np.ndarray, left_frames: np.ndarray) -> None:
+        """Ids that were seen, left or were forgotten; frames that have a new id; ids that left these frames."""
+        ...
+
+    def note_back(self, ids: np.ndarray, frames: np.ndarray, facts: np.ndarray) -> None:
+        """Ids that were demoted are in these frames; facts as they were until then."""
         ...
 
     def begin_anew(self) -> None:
@@ -120,7 +125,8 @@ class OwnedTable:
         if opened.num_hits < len(ids) or opened.num_evicted:
             self._changes.append(change)
         if self.merging is not None:
-            self.merging.note(np.concatenate([ids[~opened.guest], opened.evicted_ids]), opened.frames[opened.fresh])
+            changed = np.concatenate([ids[~opened.guest], opened.evicted_ids, change.forgotten_ids])
+            self.merging.note(changed, opened.frames[opened.fresh], change.evicted_ids, change.evicted_frames)
         self._count(opened, counts)
         if self.hooks:
             self.hooks(step, ids, counts, opened)
@@ -148,6 +154,8 @@ class OwnedTable:
             earlier.take_back(back)
         change = _change_of(number, ids, opened)
         change.promoted_ids = ids[unknown[stored]]
+        if self.merging is not None:
+            self.merging.note_back(ids[promoted.places], opened.frames[promoted.places], promoted.facts)
         self.counters.promoted += opened.num_promoted
         self.counters.forgotten += demoted.demote(change, ids[promoted.places])
         return opened, change
@@ -259,31 +267,70 @@ class OwnedTable:
     def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
         self._arena.start(frames + self._piece.slots.start, ids, self._seed, self._table)
 
-    def unite(self, number: int, ids: np.ndarray, facts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # What several replica groups know, see `rowmesh.dynamic.merging`
+
+    def held(self, ids: np.ndarray) -> Held:
+        """What is known here of distinct ids, demoted or not; changes nothing.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        frames, facts = self.shards.facts(ids)
+        unknown, found = np.flatnonzero(frames < 0), None
+        if self._demoted is not None:
+            found = self._demoted.find(self._changes, ids[unknown])
+            facts[unknown] = found.facts
+        return Held(frames, facts, unknown, found)
+
+    def unite(self, number: int, merged: MergedFacts, held: Held) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Takes over what other replica groups know; see `DynamicShards.unite`.
 
         Args:
             number: of the last batch that was opened.
-            ids: int64 `[N]`, ascending.
-            facts: int64 `[N, 3]`.
+            merged: which ids there are.
+            held: what was known of them here.
 
         Returns:
-            Slots of the ids that are known afterwards, and a mask of these. New ones have their initial rows.
+            Slots of the ids, their rows as they were here, or initial ones; −1 of those that are forgotten. Masks of
+            those that are not forgotten, and of those that are in the index.
         """
-        united = self.shards.unite(ids, facts)
-        entered = united.frames[united.entered]
-        self._start(entered, ids[united.entered])
-        order = np.argsort(united.left_ids)
-        change = Change(
-            number=number,
-            admitted_ids=ids[united.entered],
-            evicted_ids=united.left_ids[order],
-            evicted_frames=united.left_frames[order],
-        )
+        ids, united = merged.ids, self.shards.unite(merged, held.rows_at)
+        entered = np.setdiff1d(united.entered, held.demoted, assume_unique=True)
+        self._start(united.frames[entered], ids[entered])
+        left = united.left_ids, united.left_frames, united.left_facts
+        change = Change(number=number, admitted_ids=ids[entered])
+        if self._demoted is not None and held.found is not None:
+            left = self._unite_demoted(self._demoted, change, merged, held, united)
+        order = np.argsort(left[0])
+        change.evicted_ids, change.evicted_frames, change.evicted_facts = (each[order] for each in left)
+        if self._demoted is not None:
+            self.counters.forgotten += self._demoted.demote(change, ids[held.demoted])
         self._changes.append(change)
         self.counters.evicted += len(united.left_ids)
-        stay = united.frames >= 0
-        return self.slots(united.frames[stay]), stay
+        has_row = united.frames >= 0
+        return self.slots(united.frames), has_row, united.stays
+
+    def _unite_demoted(
+        self, demoted: Demoted, change: Change, merged: MergedFacts, held: Held, united: United
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Brings the rows of demoted ids into their frames. Returns which ids are demoted then: ids, frames, facts.
+
+        They are as if they had come back and left again: their records are written when the average has been done.
+        """
+        assert held.found is not None
+        found, ids = held.found, merged.ids
+        stored = np.flatnonzero(found.is_there & (found.frames < 0))
+        places = held.unknown[stored]
+        demoted.restore(found, stored, united.frames[places])
+        change.promoted_ids = ids[places]
+        for earlier in self._changes:
+            earlier.take_back(ids[held.demoted])
+        others, away = ~np.isin(united.left_ids, ids), ~united.stays
+        return (
+            np.concatenate([ids[away], united.left_ids[others]]),
+            np.concatenate([united.frames[away], united.left_frames[others]]),
+            np.concatenate([merged.facts[away], united.left_facts[others]]),
+        )
 
     def release(self, first: int) -> None:
         """Batches before number `first` have ended on all ranks: what they freed may be used again.

@@ -14,7 +14,17 @@ from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.expiry import Expiry
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
-from rowmesh.dynamic.state import Opened, Promoted, ShardState, Statistics, United, check_batch, check_step
+from rowmesh.dynamic.room import Room, smallest
+from rowmesh.dynamic.state import (
+    MergedFacts,
+    Opened,
+    Promoted,
+    ShardState,
+    Statistics,
+    United,
+    check_batch,
+    check_step,
+)
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import Index, victims
 from rowmesh.ops.dynamic_index.cpu import COUNT, ID, NUM_LATER, SCORE, SEEN, USED
@@ -75,7 +85,8 @@ class DynamicShards:
             raise ConfigurationError(f"num_frames of dynamic table {table!r} must be 0 to 2^32 − 1, got {num_frames}")
         self.table, self.rules, self.shards = table, rules, shards
         self._kind, seed = _KINDS[rules.eviction], seed_of(table)
-        self._capacities = np.array([rules.shard_capacity(shard) for shard in shards], np.int64)
+        self._room = Room(table, rules, shards)
+        self._capacities = self._room.capacities
         initial = -(-(rules.initial_capacity or 1) // rules.num_shards)
         shape = (seed, rules.num_shards, shards.start)
         num_columns = 3 if self._kind == victims.RECENCY else 4
@@ -181,11 +192,11 @@ class DynamicShards:
         try:
             touched = self._by_shard(batch.shards[frames >= 0])
             entering = self._by_shard(batch.shards[np.concatenate([new[admitted], promoted.places])])
-            self._check_fits(touched + entering)
+            self._room.check_batch(touched + entering)
             expired = self.expiry.due(past, self._index.records, frames)
             leaving = self._by_shard(self._locate(self._index.records[expired, ID]).shards)
             missing = np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
-            self._check_expired(missing)
+            self._room.check_leaving(missing)
             self._frames.check(len(new) + int((promoted.frames < 0).sum()))
         except NoRoomError:
             if self._candidates is not None:
@@ -195,26 +206,6 @@ class DynamicShards:
 
     def _by_shard(self, shards: np.ndarray) -> np.ndarray:
         return np.bincount(shards, minlength=len(self.shards))
-
-    def _check_fits(self, wanted: np.ndarray) -> None:
-        over = np.flatnonzero(wanted > self._capacities)
-        if len(over):
-            shard = int(over[np.argmax(wanted[over])])
-            raise NoRoomError(
-                f"a batch has {wanted[shard]} distinct ids of shard {shard + self.shards.start} of dynamic table "
-                f"{self.table!r}, which holds {self._capacities[shard]}; raise capacity from {self.rules.capacity} to "
-                f"{int(wanted[shard]) * self.rules.num_shards} or more, or take smaller batches"
-            )
-
-    def _check_expired(self, missing: np.ndarray) -> None:
-        if self.rules.eviction == "ttl" and missing.any():
-            shard = int(missing.argmax())
-            wanted = int(self._capacities[shard] + missing[shard])
-            raise NoRoomError(
-                f"shard {shard + self.shards.start} of dynamic table {self.table!r} is full, and too few ids are past "
-                f"their time to live, {self.expiry.time_to_live}; raise capacity from {self.rules.capacity} to "
-                f"{wanted * self.rules.num_shards} or more, or shorten it"
-            )
 
     def _apply(self, batch: Located, counts, frames, given, step: int, decision: _Decision) -> Opened:
         index, unknown, admitted = self._index, decision.new, decision.admitted
@@ -250,12 +241,10 @@ class DynamicShards:
 
     def _promote(self, at, batch: Located, counts, frames, given, promoted: Promoted) -> None:
         """Lets ids enter with what was known of them, and counts them then as known ones."""
-        places, slots = promoted.places, promoted.frames.copy()
+        places = promoted.places
         if not len(places):
             return
-        self._frames.take_back(slots[slots >= 0])
-        slots[slots < 0] = self._frames.take(int((slots < 0).sum()))
-        entering = batch.at(places)
+        entering, slots = batch.at(places), self._frames_for(promoted.frames)
         self._index.insert(entering.ids, entering.hashes, entering.shards, slots)
         self._set_facts(slots, promoted.facts)
         victims.touch(self._index.headers, *at, slots, entering.shards, counts[places], given[places])
@@ -321,34 +310,59 @@ class DynamicShards:
         score = np.zeros(len(records), np.int64) if self._kind == victims.RECENCY else records[:, SCORE]
         return np.stack([records[:, SEEN], records[:, COUNT], score], axis=1)
 
-    def unite(self, ids: np.ndarray, facts: np.ndarray) -> United:
-        """Sets facts of ids, of which unknown ones enter. Then those of the smallest (score, id) leave full shards.
+    def check_merged(self, merged: MergedFacts, rows_at: np.ndarray | None) -> None:
+        """Raises NoRoomError where `unite` cannot be carried out; changes nothing."""
+        batch, frames, stays = self._find_merged(merged)
+        self._room.check_leaving(self._surplus(batch, frames, stays))
+        needs = frames < 0 if rows_at is None else (frames < 0) & (rows_at < 0)
+        self._frames.check(int(needs.sum()))
+
+    def unite(self, merged: MergedFacts, rows_at: np.ndarray | None) -> United:
+        """Sets facts of ids, of which unknown ones enter, and leave that are past their time to live.
+
+        Then those of the smallest (score, id) leave full shards. `check_merged` comes before.
 
         Args:
-            ids: int64 `[N]`, distinct.
-            facts: int64 `[N, 3]`, as `facts` has them.
-
-        Raises:
-            NoRoomError: leases hold the frames; nothing has changed then.
+            merged: the ids.
+            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, leased, that ids have which are in no
+                index; −1: none. Those that do not enter get frames then too, which are leased.
         """
-        batch, index = self._locate(ids), self._index
-        frames = index.find(batch.ids, batch.hashes, batch.shards)
-        is_new = frames < 0
-        self._frames.check(int(is_new.sum()))
+        batch, frames, stays = self._find_merged(merged)
+        index, facts, is_new = self._index, merged.facts, frames < 0
+        self.expiry.clock = merged.clock
         self._set_facts(frames[~is_new], facts[~is_new])
-        left_frames, is_late = self._find_surplus(batch, is_new, facts)
-        left = self._locate(index.records[left_frames, ID])
-        index.erase(left.ids, left.hashes, left.shards)
-        self._frames.lease(left_frames)
-        entering = np.flatnonzero(is_new & ~is_late)
-        new, slots = batch.at(entering), self._frames.take(len(entering))
-        index.insert(new.ids, new.hashes, new.shards, slots)
-        self._set_facts(slots, facts[entering])
-        frames[entering] = slots
-        frames[np.isin(frames, left_frames)] = -1
+        left = np.concatenate([frames[~is_new & ~stays], self._find_surplus(batch, frames, stays, facts)])
+        left_facts, leaving = self._facts_at(left), self._locate(index.records[left, ID])
+        index.erase(leaving.ids, leaving.hashes, leaving.shards)
+        self._frames.lease(left)
+        stays &= is_new | ~np.isin(frames, left)
+        entered = np.flatnonzero(is_new & stays if rows_at is None else is_new)
+        frames[entered] = self._frames_for(np.full(len(entered), -1) if rows_at is None else rows_at[entered])
+        entering = np.flatnonzero(is_new & stays)
+        new = batch.at(entering)
+        index.insert(new.ids, new.hashes, new.shards, frames[entering])
+        self._set_facts(frames[entering], facts[entering])
+        if rows_at is None:
+            frames[~stays] = -1
+        else:
+            self._frames.lease(frames[is_new & ~stays])
         index.headers[np.unique(batch.shards), NUM_LATER] = -1  # scores have changed
         self.expiry.begin_anew()
-        return United(frames, entering, left.ids, left_frames)
+        return United(frames, stays, entered, leaving.ids, left, left_facts)
+
+    def _find_merged(self, merged: MergedFacts) -> tuple[Located, np.ndarray, np.ndarray]:
+        """Ids, their frames here, and a mask of those that are not demoted, and not past their time to live."""
+        batch = self._locate(merged.ids)
+        frames = self._index.find(batch.ids, batch.hashes, batch.shards)
+        past = self.expiry.past(self._step, NO_TIME, merged.clock)
+        return batch, frames, merged.enters & (merged.facts[:, 0] - 1 > past)
+
+    def _frames_for(self, frames: np.ndarray) -> np.ndarray:
+        """Frames for ids: those that they still have, leased; −1: free ones."""
+        frames = frames.copy()
+        self._frames.take_back(frames[frames >= 0])
+        frames[frames < 0] = self._frames.take(int((frames < 0).sum()))
+        return frames
 
     def _set_facts(self, frames: np.ndarray, facts: np.ndarray) -> None:
         records = self._index.records
@@ -356,33 +370,28 @@ class DynamicShards:
         if self._kind != victims.RECENCY:
             records[frames, SCORE] = facts[:, 2]
 
-    def _find_surplus(self, batch: Located, is_new: np.ndarray, facts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Frames of ids that leave, and a mask of those of the batch that cannot enter."""
-        is_late = np.zeros(len(is_new), bool)
-        surplus = self._index.headers[:, USED] + self._by_shard(batch.shards[is_new]) - self._capacities
-        full = np.flatnonzero(surplus > 0)
-        if not len(full):
-            return np.empty(0, np.int64), is_late
-        held = [self._index.slots_in(shard) for shard in full.tolist()]
-        frames = np.concatenate(held)
-        waiting = np.flatnonzero(is_new & np.isin(batch.shards, full))
-        ids = np.concatenate([self._index.records[frames, ID], batch.ids[waiting]])
-        shards = np.concatenate([np.repeat(full, [len(each) for each in held]), batch.shards[waiting]])
-        order = np.lexsort((ids, *self._keys(np.concatenate([self._facts_at(frames), facts[waiting]])), shards))
-        places = np.arange(len(order)) - np.searchsorted(shards[order], shards[order])  # in their shards
-        leaving = order[places < surplus[shards[order]]]
-        is_late[waiting[leaving[leaving >= len(frames)] - len(frames)]] = True
-        return frames[leaving[leaving < len(frames)]], is_late
+    def _surplus(self, batch: Located, frames: np.ndarray, stays: np.ndarray) -> np.ndarray:
+        """By how many ids each shard has more than it holds, where merged ones that stay are there; 0: it has room."""
+        is_new = frames < 0
+        entering, leaving = (self._by_shard(batch.shards[mask]) for mask in (is_new & stays, ~is_new & ~stays))
+        return np.maximum(self._index.headers[:, USED] + entering - leaving - self._capacities, 0)
 
-    def _keys(self, facts: np.ndarray) -> list[np.ndarray]:
-        """What ids leave by: of equal ones of the last key, the first decides."""
-        seen, score = facts[:, 0], facts[:, 2]
-        if self._kind == victims.RECENCY:
-            return [seen]
-        if self.rules.decay_steps:
-            halvings = max(self._step, 0) // self.rules.decay_steps - (seen - 1) // self.rules.decay_steps
-            score = score >> np.minimum(halvings, 63)
-        return [seen, score] if self._kind == victims.BOTH else [score]
+    def _find_surplus(self, batch: Located, frames: np.ndarray, stays: np.ndarray, facts: np.ndarray) -> np.ndarray:
+        """Frames of ids that leave full shards; those of the batch that cannot enter do not stay."""
+        surplus = self._surplus(batch, frames, stays)
+        full = np.flatnonzero(surplus)
+        if not len(full):
+            return np.empty(0, np.int64)
+        held = [self._index.slots_in(shard) for shard in full.tolist()]
+        held = [each[~np.isin(each, frames[~stays])] for each in held]
+        here = np.concatenate(held)
+        waiting = np.flatnonzero((frames < 0) & stays & np.isin(batch.shards, full))
+        ids = np.concatenate([self._index.records[here, ID], batch.ids[waiting]])
+        shards = np.concatenate([np.repeat(full, [len(each) for each in held]), batch.shards[waiting]])
+        of_ids = np.concatenate([self._facts_at(here), facts[waiting]])
+        leaving = smallest(ids, of_ids, shards, surplus, self._kind, self.rules.decay_steps, self._step)
+        stays[waiting[leaving[leaving >= len(here)] - len(here)]] = False
+        return here[leaving[leaving < len(here)]]
 
     def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rowmesh.dynamic.event_clock import NO_TIME
+from rowmesh.dynamic.event_clock import NO_TIME, EventClock
 from rowmesh.errors import DataError
 
 MAX = 2**63 - 1  # counts and frequencies stay there
@@ -107,19 +107,42 @@ class ShardState:
 
 
 @dataclass(frozen=True)
+class MergedFacts:
+    """What replica groups know together, of ids that each may know differently.
+
+    Attributes:
+        ids: int64 `[N]`, ascending, of the shards here.
+        facts: int64 `[N, 3]`: last steps + 1, counts, and scores as of these steps.
+        enters: bool `[N]`: which ids some group has in its index; the others are demoted wherever they are known.
+        clock: by which ids live.
+        changed: int64, ascending: these ids, and those that nobody knows any more.
+    """
+
+    ids: np.ndarray
+    facts: np.ndarray
+    enters: np.ndarray
+    clock: EventClock
+    changed: np.ndarray
+
+
+@dataclass(frozen=True)
 class United:
     """What `unite` has done.
 
     Attributes:
-        frames: int64 `[N]`, of the ids; −1 where they left, or did not enter.
-        entered: places of those that were unknown.
-        left_ids, left_frames: int64 `[E]`; the frames are free only after `release`.
+        frames: int64 `[N]`, of the ids; −1 where one left or did not enter, and is not demoted.
+        stays: bool `[N]`: which of them are in the index now.
+        entered: places of those that it did not know, and which have frames.
+        left_ids, left_frames: int64 `[E]`, of all ids that left it; the frames are free only after `release`.
+        left_facts: int64 `[E, 3]`.
     """
 
     frames: np.ndarray
+    stays: np.ndarray
     entered: np.ndarray
     left_ids: np.ndarray
     left_frames: np.ndarray
+    left_facts: np.ndarray
 
 
 def check_batch(table: str, ids: np.ndarray, counts: np.ndarray, scores: np.ndarray | None, scored: bool) -> None:
