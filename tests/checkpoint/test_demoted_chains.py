@@ -146,6 +146,29 @@ def test_who_is_forgotten_is_a_tombstone_and_the_order_stays(tmp_path):
     assert state_of(other.embeddings) == state_of(few.embeddings)
 
 
+def test_records_that_steps_write_over_are_those_of_the_moment(few):
+    few.see(1, 2)
+    few.chains.write(1, "full")
+    few.see(3, 4)
+    few.step = lambda: few.see(1, 2, 5, 6)  # 1 and 2 come back, are updated, and go again
+    few.chains.write(2, "background")
+    few.chains.write(3, "increment")
+    for step in few.chains.found.steps():
+        assert read(few.chains.found.at(step), spec()) == read(few.chains.expected.at(step), spec())
+
+
+def test_records_that_were_read_are_counted(few, tmp_path):
+    few.see(1, 2, 3, 4, 5)
+    few.chains.write(1, "full")
+    other = Few(tmp_path / "other", dynamic=spec().dynamic)
+    checkpoint.load(few.chains.found.at(1), other.embeddings)
+    other._seen = 10
+    other.chains.write(1, "full")
+    other.see(1, 6)
+    other.chains.write(2, "increment")
+    assert read(other.chains.found.at(2), spec()) == read(other.chains.expected.at(2), spec())
+
+
 @pytest.fixture
 def series(few):
     few.see(1, 2, 3, 4)
