@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import (
+    DEMOTED_INCREMENT_FORMAT,
     DENSE,
     FOLDER_PATTERN,
     FORMAT,
@@ -43,6 +44,7 @@ from rowmesh.checkpoint.manifest import (
 )
 from rowmesh.dynamic.demoted_records import IDS as DEMOTED_IDS
 from rowmesh.dynamic.demoted_records import PREFIX
+from rowmesh.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
 from rowmesh.dynamic.records import REMOVED, facts_of
 from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError, CheckpointWriteError
@@ -269,7 +271,7 @@ def _write_records(
             checksums |= _write_pieces(target, names, pieces)
     shards, num_removed, num_demoted = records.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
     numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
-    return KnownPart(rank, *numbers, files, num_removed, num_demoted)
+    return KnownPart(rank, *numbers, files, num_removed, num_demoted, sizes.get(DEMOTED_REMOVED, 0))
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
@@ -353,6 +355,8 @@ def _manifest(
     number = FORMAT if parent is None else INCREMENT_FORMAT
     if any(entry.known for entry in entries.values()):
         number = KNOWN_FORMAT if parent is None else KNOWN_INCREMENT_FORMAT
+        if parent is not None and any(entry.known and entry.known.demotes for entry in entries.values()):
+            number = DEMOTED_INCREMENT_FORMAT
     return Manifest(token, len(parts), entries, metadata, checksums, number, parent)
 
 
