@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rowmesh.checkpoint import read_manifest
+from rowmesh.checkpoint.manifest import DENSE
 from rowmesh.checkpoint.series import Series, verify
 from rowmesh.observe.json_lines import last_step
 from tests.support.killed_runs import lines_of, model_of
@@ -143,6 +145,21 @@ def test_wherever_a_pipeline_loses_a_rank_the_model_stays(lives, untouched, tmp_
     assert ("loses no step" if steps else "no checkpoint by ranks") in life.said
     assert not any(lives.train(options, ranks=ranks).statuses)
     check_same(run, untouched(ranks, transport, mode), steps[0] if steps else -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dynamic, demoting", "dynamic, ages", "dynamic, incremental, sketch", "tensor-train"])
+def test_what_is_written_is_the_checkpoint_of_that_step(lives, tmp_path, mode):
+    """File by file: dynamic tables and cores are written by rank 0 either way."""
+    faults = {"lost": ("loop.backward@8,rank1=kill", []), "whole": ("", ["checkpoint.every_steps=7", "train.steps=7"])}
+    found = {}
+    for name, (fault, more) in faults.items():
+        lives.train([*options_in(mode, 2, tmp_path / name, "collective"), *more], fault, ranks=2)
+        manifest = read_manifest(Series(tmp_path / name / "checkpoints").at(7))
+        files = [file for file in manifest.checksums if "core" in file or ("dynamic" in mode and file != DENSE)]
+        found[name] = {file: manifest.checksums[file].blocks for file in files}
+    assert len(found["lost"]) > 5
+    assert found["lost"] == found["whole"]
 
 
 @pytest.mark.slow
