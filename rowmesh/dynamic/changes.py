@@ -24,6 +24,8 @@ class Change:
         visitors: frames of unknown ids in evaluation, among such frames.
         promoted_ids: that came back from the store, which still has them.
         forgotten_ids: for which the store has no room, ascending.
+        taken: of earlier changes, whose ids came back in the frames that they still had.
+        left_order: shard, id and place of those that left the order of demotion.
     """
 
     number: int
@@ -35,6 +37,8 @@ class Change:
     visitors: np.ndarray = field(default_factory=lambda: NONE)
     promoted_ids: np.ndarray = field(default_factory=lambda: NONE)
     forgotten_ids: np.ndarray = field(default_factory=lambda: NONE)
+    taken: list[Change] = field(default_factory=list)
+    left_order: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def freed(self) -> np.ndarray:
@@ -53,11 +57,18 @@ class Change:
         frames[found] = self.evicted_frames[places[found]]
         frames[np.isin(ids, self.admitted_ids)] = -1
 
-    def take_back(self, ids: np.ndarray) -> None:
-        """Evicted ids are known again, in the frames that they had."""
+    def take_back(self, ids: np.ndarray) -> Change:
+        """Evicted ids are known again, in the frames that they had; returns what of the change is no more."""
         stay = ~np.isin(self.evicted_ids, ids)
+        taken = Change(
+            number=self.number,
+            evicted_ids=self.evicted_ids[~stay],
+            evicted_frames=self.evicted_frames[~stay],
+            evicted_facts=self.evicted_facts[~stay],
+        )
         self.evicted_ids, self.evicted_frames = self.evicted_ids[stay], self.evicted_frames[stay]
         self.evicted_facts = self.evicted_facts[stay]
+        return taken
 
 
 def find_in(ascending: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

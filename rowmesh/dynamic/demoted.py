@@ -68,8 +68,9 @@ class Demoted:
         self._layout = RecordLayout(table)
         rules = rules_of(table)
         self._rooms = [rules.stored_in(shard) for shard in shards.shards]
-        # Where there is a limit, by shard, the ids that are demoted; those that came first are first.
-        self._order: list[dict[int, None]] = [{} for _ in self._rooms]
+        # Where there is a limit, by shard, the ids that are demoted, with ascending numbers: the first came first.
+        self._order: list[dict[int, int]] = [{} for _ in self._rooms]
+        self._num_ordered = 0
         self._num_stored = np.zeros(len(self._rooms), np.int64)  # where there is no limit
         self._listeners: list[StoredChanges] = []
 
@@ -124,19 +125,35 @@ class Demoted:
         if not any(self._rooms):
             return 0
         for i, shard in zip(promoted_ids.tolist(), self._local(promoted_ids), strict=True):
-            del self._order[shard][i]
-        demoted_in = self._local(change.evicted_ids)
-        for i, shard in zip(change.evicted_ids.tolist(), demoted_in, strict=True):
-            self._order[shard][i] = None
+            change.left_order.append((shard, i, self._order[shard].pop(i)))
+        demoted_in = self._add(change.evicted_ids)
         forgotten = []
         for shard in set(demoted_in):
             order, room = self._order[shard], self._rooms[shard] or 0
             surplus = list(islice(order, max(0, len(order) - room)))  # at once: a dictionary passes over what it lost
-            for i in surplus:
-                del order[i]
+            change.left_order += [(shard, i, order.pop(i)) for i in surplus]
             forgotten += surplus
         change.forgotten_ids = np.sort(np.array(forgotten, np.int64))
         return len(forgotten)
+
+    def undo(self, change: Change, evicted_ids: np.ndarray) -> None:
+        """Takes the last `demote` back, by which these ids were demoted. The store has not heard of it."""
+        if not any(self._rooms):
+            return
+        for shard, i, place in change.left_order:
+            self._order[shard][i] = place
+        for i, shard in zip(evicted_ids.tolist(), self._local(evicted_ids), strict=True):
+            del self._order[shard][i]
+        for shard in {shard for shard, _, _ in change.left_order}:
+            self._order[shard] = dict(sorted(self._order[shard].items(), key=lambda entry: entry[1]))
+
+    def _add(self, ids: np.ndarray) -> list[int]:
+        """Adds ids to the order; returns their shards."""
+        shards = self._local(ids)
+        for i, shard in zip(ids.tolist(), shards, strict=True):
+            self._order[shard][i] = self._num_ordered
+            self._num_ordered += 1
+        return shards
 
     def settle(self, change: Change) -> None:
         """Brings the store to where a change has left it; the batch has ended. May be called again where it raises.
@@ -209,8 +226,7 @@ class Demoted:
         shards = self._shards_of(ids)
         self._store.put(shards, ids, self._layout.pack(rows, self._layout.completed(state, len(ids)), facts))
         if any(self._rooms):
-            for shard in np.unique(shards - self.shards.start).tolist():
-                self._order[shard] |= dict.fromkeys(ids.tolist())
+            self._add(ids)
         self._count(ids, 1)
 
     def restore(self, found: Found, places: np.ndarray, frames: np.ndarray) -> None:

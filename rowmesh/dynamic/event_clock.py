@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,21 @@ from rowmesh.errors import DataError
 
 NO_TIME = -(2**63)
 """Of a batch that has none."""
+
+
+class Advanced(NamedTuple):
+    """What a step changed of a clock.
+
+    Attributes:
+        now: as it was.
+        is_later: whether the step got a time of its own.
+        steps, times: that were forgotten.
+    """
+
+    now: int
+    is_later: bool
+    steps: list[int]
+    times: list[int]
 
 
 class EventClock:
@@ -41,17 +57,28 @@ class EventClock:
         later = bisect_right(self._times, until)
         return self._steps[later] - 1 if later < len(self._steps) else step - 1
 
-    def advance(self, step: int, time: int) -> None:
-        """A step was opened."""
-        if time > self.now:
+    def advance(self, step: int, time: int) -> Advanced:
+        """A step was opened; `undo` takes back what is returned."""
+        now, is_later = self.now, time > self.now
+        if is_later:
             self.now = time
             self._steps.append(step)
             self._times.append(time)
-        self._forget()
+        return Advanced(now, is_later, *self._forget())
 
-    def _forget(self) -> None:
+    def _forget(self) -> tuple[list[int], list[int]]:
+        """Drops steps past their time to live; they and their times are returned."""
         kept = bisect_right(self._times, self.now - self._ttl)
+        forgotten = self._steps[:kept], self._times[:kept]
         del self._steps[:kept], self._times[:kept]
+        return forgotten
+
+    def undo(self, advanced: Advanced) -> None:
+        """The last step was not opened."""
+        self._steps, self._times = advanced.steps + self._steps, advanced.times + self._times
+        self.now = advanced.now
+        if advanced.is_later:
+            del self._steps[-1], self._times[-1]
 
     def check(self, table: str, time: int) -> None:
         """Raises DataError where a step needs a time and has none."""

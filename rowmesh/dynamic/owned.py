@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from rowmesh.dynamic.held import Held
 from rowmesh.dynamic.hooks import DecisionHooks
 from rowmesh.dynamic.layout import num_kept, num_spare, rules_of
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import MergedFacts, Opened, ShardState, Statistics, United
+from rowmesh.dynamic.state import Before, MergedFacts, Opened, ShardState, Statistics, United
 from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
 from rowmesh.ops.dynamic_requests import cpu
@@ -40,6 +40,22 @@ class Decided(Protocol):
     def begin_anew(self) -> None:
         """All was replaced."""
         ...
+
+
+class _Kept(NamedTuple):
+    """A batch that can be taken back.
+
+    Attributes:
+        number: of the batch.
+        step: that it opened.
+        before: what it changed, as it was.
+        change: what else it changed; None where it knew all ids.
+    """
+
+    number: int
+    step: int
+    before: Before
+    change: Change | None = None
 
 
 class OwnedTable:
@@ -79,6 +95,7 @@ class OwnedTable:
         self._visitors = FrameList(table.name, spare)
         self._zero = self._first_visitor + spare  # its memory is never written
         self._changes: list[Change] = []
+        self._kept: list[_Kept] = []  # of batches that may be taken back, the last one last
         self._demoted: Demoted | None = None
         if store is not None:
             self._demoted = Demoted(table, self.shards, arena, piece.slots.start, store)
@@ -124,6 +141,8 @@ class OwnedTable:
             self._start(opened.frames[opened.fresh], ids[opened.fresh])
         if opened.num_hits < len(ids) or opened.num_evicted:
             self._changes.append(change)
+        if opened.before is not None:
+            self._kept.append(_Kept(number, step, opened.before, change))
         if self.merging is not None:
             changed = np.concatenate([ids[~opened.guest], opened.evicted_ids, change.forgotten_ids])
             self.merging.note(changed, opened.frames[opened.fresh], change.evicted_ids, change.evicted_frames)
@@ -150,9 +169,9 @@ class OwnedTable:
         stored = found.is_there & (found.frames < 0)
         demoted.restore(found, np.flatnonzero(stored), opened.frames[unknown[stored]])
         back = ids[promoted.places[promoted.frames >= 0]]
-        for earlier in self._changes if len(back) else ():
-            earlier.take_back(back)
+        taken = [earlier.take_back(back) for earlier in self._changes] if len(back) else []
         change = _change_of(number, ids, opened)
+        change.taken = [each for each in taken if len(each.evicted_ids)]
         change.promoted_ids = ids[unknown[stored]]
         if self.merging is not None:
             self.merging.note_back(ids[promoted.places], opened.frames[promoted.places], promoted.facts)
@@ -181,8 +200,17 @@ class OwnedTable:
         """Whether nobody is told of decisions."""
         return self.merging is None and not self.hooks
 
-    def count_known(self, num_hits: int, step: int) -> None:
-        """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known."""
+    def count_known(self, number: int, num_hits: int, step: int, before: np.ndarray) -> None:
+        """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known.
+
+        Args:
+            number: of the batch.
+            num_hits: how many.
+            step: which step.
+            before: int64 `[n, 4]`, what the kernel says of them, where that is kept; stays as it is until `release`.
+        """
+        if self.shards.keeps_before:
+            self._kept.append(_Kept(number, step, Before(*self.shards.clock, before[:, 0], before[:, 1:])))
         self.shards.note_step(step)
         self.counters.steps += 1
         self.counters.hits += num_hits
@@ -338,10 +366,33 @@ class OwnedTable:
         Raises:
             StoreError: the store does not answer; names it. What could not be written waits for the next call.
         """
+        while self._kept and self._kept[0].number < first:
+            del self._kept[0]
         while self._changes and self._changes[0].number < first:
             if self._demoted is not None:
                 self._demoted.settle(self._changes[0])
             self._free(self._changes.pop(0))
+
+    def keep_undo(self) -> None:
+        """From here on what a batch decided can be taken back, until it has ended on all ranks."""
+        self.shards.keeps_before = True
+
+    def go_back(self, step: int) -> None:
+        """Takes back what batches after a step decided, the last first. Their rows are not those of known ids."""
+        while self._kept and self._kept[-1].step > step:
+            number, _, before, change = self._kept.pop()
+            taken = [] if change is None else change.taken
+            self.shards.undo(before, np.concatenate([NONE, *(each.evicted_frames for each in taken)]))
+            self._changes = [each for each in self._changes if each.number != number]
+            if change is not None:
+                self._take_back(change, before)
+
+    def _take_back(self, change: Change, before: Before) -> None:
+        """Takes back what a batch changed beside its shards."""
+        self.shards.release(change.guests)
+        if self._demoted is not None:
+            self._demoted.undo(change, before.left_ids)
+        self._changes = sorted([*self._changes, *change.taken], key=lambda each: each.number)
 
     def settle(self) -> Demoted | None:
         """What is demoted here, when all of it is in the store; with no batch under way. None: nothing ever is.
@@ -388,6 +439,7 @@ class OwnedTable:
         """
         if self._demoted is not None:
             self._demoted.clear()
+        self._kept.clear()
         while self._changes:
             self._free(self._changes.pop(0))
         rules = rules_of(self._table)

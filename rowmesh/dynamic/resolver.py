@@ -142,6 +142,22 @@ class Resolver:
             for name, each in merged.items():
                 self.averages.tables[name].note(each.ids)
 
+    def keep_undo(self) -> None:
+        """From here on `go_back` takes back what batches decide that have not ended on all ranks."""
+        with self._lock:
+            self._owners.keep_undo()
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a thread resolves a batch now."""
+        return self._lock.locked()
+
+    def go_back(self, step: int) -> None:
+        """Takes back what batches that were opened after a step decided. Local, when no thread looks anything up."""
+        with self._lock:
+            self._owners.go_back(step)
+            self.step = step
+
     @property
     def decided(self) -> dict[str, DynamicCounters]:
         """Counters of the tables of which this rank has shards."""

@@ -5,7 +5,7 @@ The rules are written out in `rowmesh.dynamic.reference`, which decides the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.room import Room, smallest
 from rowmesh.dynamic.state import (
+    Before,
     MergedFacts,
     Opened,
     Promoted,
@@ -68,6 +69,7 @@ class DynamicShards:
 
     Attributes:
         expiry: what is known of the time to live.
+        keeps_before: whether steps return what `undo` needs.
 
     Example:
         >>> rules = Dynamic(capacity=2, shards=1)
@@ -83,7 +85,7 @@ class DynamicShards:
             raise ConfigurationError(f"dynamic table {table!r} has shards 0 to {rules.num_shards - 1}, not {shards}")
         if not 0 <= num_frames <= _MAX_FRAMES:
             raise ConfigurationError(f"num_frames of dynamic table {table!r} must be 0 to 2^32 − 1, got {num_frames}")
-        self.table, self.rules, self.shards = table, rules, shards
+        self.table, self.rules, self.shards, self.keeps_before = table, rules, shards, False
         self._kind, seed = _KINDS[rules.eviction], seed_of(table)
         self._room = Room(table, rules, shards)
         self._capacities = self._room.capacities
@@ -135,8 +137,39 @@ class DynamicShards:
         batch = self._locate(ids)
         frames = self._index.find(ids, batch.hashes, batch.shards)
         decision = self._decide(batch, counts, frames, step, self.expiry.past(step, time), promoted)
-        self.expiry.clock.advance(step, time)
-        return self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
+        known, last = frames[frames >= 0] if self.keeps_before else _NONE, (self._step, self._window)
+        facts = self._facts_at(known)
+        advanced = self.expiry.clock.advance(step, time)
+        opened = self._apply(batch, counts, frames, counts if scores is None else scores, step, decision)
+        if not self.keeps_before:
+            return opened
+        left = opened.evicted_ids, opened.evicted_frames, opened.evicted_facts
+        entered = ids[opened.fresh & ~opened.guest | opened.promoted]
+        return replace(opened, before=Before(*last, known, facts, entered, *left, opened.uncount, advanced))
+
+    def undo(self, before: Before, leased: np.ndarray = _NONE) -> None:
+        """Takes the last step back, of which nothing was released.
+
+        Args:
+            before: what it returned.
+            leased: frames that were leased to ids which came back in it.
+        """
+        index = self._index
+        entered, left = self._locate(before.entered_ids), self._locate(before.left_ids)
+        frames = index.erase(entered.ids, entered.hashes, entered.shards)
+        self._frames.lease(frames)
+        self._frames.release(frames[~np.isin(frames, leased)])
+        index.insert(left.ids, left.hashes, left.shards, before.left_frames)
+        self._frames.take_back(before.left_frames)
+        self._set_facts(before.left_frames, before.left_facts)
+        self._set_facts(before.frames, before.facts)
+        if before.uncount is not None:
+            before.uncount()
+        if before.advanced is not None:
+            self.expiry.clock.undo(before.advanced)
+        self._step, self._window = before.step, before.window
+        self.expiry.begin_anew()
+        index.headers[:, NUM_LATER] = -1  # scores have changed
 
     @property
     def described(self) -> np.ndarray:
@@ -209,8 +242,10 @@ class DynamicShards:
 
     def _apply(self, batch: Located, counts, frames, given, step: int, decision: _Decision) -> Opened:
         index, unknown, admitted = self._index, decision.new, decision.admitted
+        uncount = None
         if self._candidates is not None:
-            self._candidates.commit(batch.at(unknown), decision.totals, admitted, decision.window != self._window)
+            is_new = decision.window != self._window
+            uncount = self._candidates.commit(batch.at(unknown), decision.totals, admitted, is_new)
         decay = self.rules.decay_steps
         at = (index.records, index.records.ctypes.data, self._selection.later, self._kind, decay, step)
         victims.touch(index.headers, *at, frames, batch.shards, counts, given)
@@ -237,7 +272,7 @@ class DynamicShards:
         fresh = np.zeros(len(frames), bool)
         fresh[unknown] = True
         left = evicted_ids, evicted, evicted_facts, len(entering), len(evicted)
-        return Opened(frames, fresh, guest, promoted, *left, num_hits, len(unknown) - len(entering))
+        return Opened(frames, fresh, guest, promoted, *left, num_hits, len(unknown) - len(entering), uncount)
 
     def _promote(self, at, batch: Located, counts, frames, given, promoted: Promoted) -> None:
         """Lets ids enter with what was known of them, and counts them then as known ones."""

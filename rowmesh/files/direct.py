@@ -30,8 +30,7 @@ CHUNK_BYTES = 8 << 20
 _SECTOR_BYTES = 4096  # what addresses, sizes and places in the file are multiples of, on any disk of today
 _KEPT_CHUNKS = 8
 
-_spare: list[mmap.mmap] = []
-_lock = threading.Lock()
+_spare: list[mmap.mmap] = []  # without a lock, which a process that is forked could find held
 
 
 @contextlib.contextmanager
@@ -194,14 +193,12 @@ class DirectFile:
 
 
 def _take() -> mmap.mmap:
-    """Memory of a chunk, which begins on a page."""
-    with _lock:
-        if _spare:
-            return _spare.pop()
-    return mmap.mmap(-1, CHUNK_BYTES)
+    """Memory of a chunk, which begins on a page. A process that is forked has its own copy, not the same memory."""
+    with contextlib.suppress(IndexError):
+        return _spare.pop()
+    return mmap.mmap(-1, CHUNK_BYTES, access=mmap.ACCESS_COPY)
 
 
 def _give(chunk: mmap.mmap) -> None:
-    with _lock:
-        if len(_spare) < _KEPT_CHUNKS:
-            _spare.append(chunk)
+    if len(_spare) < _KEPT_CHUNKS:
+        _spare.append(chunk)

@@ -47,6 +47,22 @@ def test_memory_of_chunks_is_used_again(tmp_path, monkeypatch):
     assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"1", b"2")
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_process_has_chunks_of_its_own(tmp_path):
+    with direct_file(tmp_path / "parent") as file:
+        file.write(b"parent")
+        if not (child := os.fork()):
+            try:
+                file.close()  # gives its chunk to the next
+                with direct_file(tmp_path / "child") as own:
+                    own.write(b"own")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    assert (tmp_path / "parent").read_bytes() == b"parent"
+    assert (tmp_path / "child").read_bytes() == b"own"
+
+
 @needs_direct
 @pytest.mark.parametrize("refused", ["the flag", "the write"])
 def test_file_systems_that_refuse_get_the_same_bytes(tmp_path, monkeypatch, refused):
