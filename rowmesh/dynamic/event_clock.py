@@ -41,7 +41,7 @@ class EventClock:
         >>> clock = EventClock(60)
         >>> for step, time in ((1, 1000), (2, 990), (3, 1060)):
         ...     past = clock.past(step, time)  # up to here steps are 60 seconds old, or more
-        ...     clock.advance(step, time)
+        ...     _ = clock.advance(step, time)
         >>> past, clock.now
         (2, 1060)
     """
@@ -141,8 +141,8 @@ class EventClock:
         Example:
             >>> first, second = EventClock(60), EventClock(60)
             >>> for step, time, other in ((1, 1000, 990), (2, 1010, 1030)):
-            ...     first.advance(step, time)
-            ...     second.advance(step, other)
+            ...     _ = first.advance(step, time)
+            ...     _ = second.advance(step, other)
             >>> first.joined(second.since(0)).times_of(np.array([1, 2]))
             array([1000, 1030])
         """
