@@ -106,6 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
         wall=False,
         folder="",
         stall=False,
+        skewed=False,
+        layers="256",
         increments=False,
         layouts=False,
     )

@@ -1,15 +1,17 @@
 """What a checkpoint costs the steps beside which it is written, and how fast it is written.
 
     python -m benchmarks.checkpoint --stall --megabytes 4000 --dim 64 --folder /tmp
+    python -m benchmarks.checkpoint --stall --megabytes 4000 --dim 64 --folder /tmp --skewed --layers 512,512,256
 
 Steps of one table with row-wise AdaGrad and a network of two layers; ids are uniform, which is the worst for
-pre-images. In turns, each after steps alone: with a checkpoint in the background, with one that has no memory for
-copies ahead of the disk, with torch.distributed.checkpoint's `async_save` of the same rows and states, whose copy of
-all of them the first step waits for, and with a thread that does no more than write a file of as many bytes, which no
-way to write beside steps can be cheaper than. `stall` is the time in which no step runs, before the writing thread has
-all it needs; `lost` is all that a checkpoint costs the steps beside it, by the clock and of the processor: a slow one
-costs each step less, and more of them. Rates are beside such a file, synced in the same round. Memory for copies is new
-to the process in the first round, which counts for itself.
+pre-images. With `--skewed` they have the frequencies of `--zipf`, and `--layers` makes the network larger, so that a
+step is one of a model. In turns, each after steps alone: with a checkpoint in the background, with one that has no
+memory for copies ahead of the disk, with torch.distributed.checkpoint's `async_save` of the same rows and states, whose
+copy of all of them the first step waits for, and with a thread that does no more than write a file of as many bytes,
+which no way to write beside steps can be cheaper than, but for one that passes the page cache. `stall` is the time in
+which no step runs, before the writing thread has all it needs; `lost` is all that a checkpoint costs the steps beside
+it, by the clock and of the processor: a slow one costs each step less, and more of them. Rates are beside such a file,
+synced in the same round. Memory for copies is new to the process in the first round, which counts for itself.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -34,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from benchmarks.command import Options, Report
+from benchmarks.workload import Zipf
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec, checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.room import Room
@@ -45,19 +49,26 @@ CHUNK_BYTES = 4 << 20
 
 
 class Training:
-    """Steps on uniform ids."""
+    """Steps on uniform ids, or on those of a law."""
 
-    def __init__(self, num_rows: int, dim: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, num_rows: int, dim: int, batch_size: int, seed: int, layers: list[int], law: Zipf | None = None
+    ) -> None:
         self.embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=num_rows, dim=dim)])
         self._optimizer = EmbeddingOptimizer(self.embeddings)
         # Kept from one checkpoint to the next, as `rowmesh train` does.
         self.room, self.room_without_copies = Room(), Room(copy_bytes=0)
-        self._network = torch.nn.Sequential(torch.nn.Linear(dim, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+        widths = [dim, *layers]
+        hidden = [torch.nn.Sequential(torch.nn.Linear(*pair), torch.nn.ReLU()) for pair in pairwise(widths)]
+        self._network = torch.nn.Sequential(*hidden, torch.nn.Linear(widths[-1], 1))
+        self._law = law
         self._draw, self._num_rows, self._batch_size = np.random.default_rng(seed), num_rows, batch_size
 
     def step(self) -> tuple[float, float]:
         """Seconds of one step: by the clock, and of this thread on a processor, which other work disturbs less."""
-        ids = torch.from_numpy(self._draw.integers(self._num_rows, size=IDS * self._batch_size))
+        size = IDS * self._batch_size
+        drawn = self._law.sample(self._draw, (size,)) if self._law else self._draw.integers(self._num_rows, size=size)
+        ids = torch.from_numpy(drawn)
         batch = SparseBatch(features=("item",), ids=ids, batch_size=self._batch_size, bag_size=IDS)
         started_s, began_s = time.perf_counter(), time.thread_time()
         self._optimizer.zero_grad()
@@ -134,7 +145,9 @@ def measure(options: Options, report: Report, folder: Path) -> None:
     megabytes = 50 if quick else options.extra["megabytes"]
     keep_memory()  # as `rowmesh train` does: else steps pay for fresh pages, with and without a checkpoint
     num_rows = megabytes * 10**6 // (4 * workload.dim + 4)
-    training = Training(num_rows, workload.dim, workload.global_batch, workload.seed)
+    law = Zipf(num_rows, workload.zipf) if options.extra["skewed"] else None
+    layers = [int(width) for width in options.extra["layers"].split(",")]
+    training = Training(num_rows, workload.dim, workload.global_batch, workload.seed, layers, law)
     num_bytes = sum(tensor.nbytes for tensor in training.tensors.values())
     ways = {"rowmesh": _in_background, "rowmesh without copies": _without_copies, "torch": _by_torch, "plain": _plainly}
     found: dict[str, list[Any]] = {name: [] for name in ("disk", "sync", "torch_sync", *ways)}

@@ -361,6 +361,11 @@ class Engine:
             means.forget_ahead()
         self.mesh.unclaim("pipeline")
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether a pipeline runs, or a thread of one still sends."""
+        return self._driver is not None
+
     def wait(self) -> None:
         """Waits until a pipeline, if one runs, has done the steps so far; the four verbs do so by themselves.
 

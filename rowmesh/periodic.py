@@ -15,14 +15,7 @@ from rowmesh.files.advice import described
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.parts import Parts, has_state
-from rowmesh.saving import (
-    end_turn,
-    load,
-    prepared,
-    take_turn,
-    wait_for_those_before,
-    why_not_by_changes,
-)
+from rowmesh.saving import end_turn, load, prepared, take_turn, wait_for_those_before
 
 logger = logging.getLogger("rowmesh")
 FINDING = "looking for checkpoints"
@@ -51,7 +44,7 @@ class Checkpoints:
         last: after which step the newest is; 0: there is none.
 
     Raises:
-        ConfigurationError: as `rowmesh.save`; also increments of tables that demote ids. Names it.
+        ConfigurationError: as `rowmesh.save`. Names it.
 
     Example:
         >>> import tempfile
@@ -89,9 +82,6 @@ class Checkpoints:
             raise ConfigurationError(f"{plain[0]!r} is a plain value, and changes; give such to step() and write()")
         self._state, self._parts, self._every_steps = dict(state), Parts(state), every_steps
         tables = self._parts.tables
-        for each in tables.collections:
-            if incremental and (reason := why_not_by_changes(each)):
-                raise ConfigurationError(f"incremental checkpoints cannot be written: {reason}")
         self._series, self._tried = Series(Path(folder)), 0
         rules = Rules(asynchronous, incremental, keep_last, keep_every, copy_bytes)
         self._writer = Writer(self._series, tables, tables.mesh, rules)

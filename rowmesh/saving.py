@@ -193,14 +193,6 @@ def prepared(mesh: Mesh, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return dense
 
 
-def why_not_by_changes(embeddings: EmbeddingCollection) -> str:
-    """Why what changed in a collection cannot be told from the rest; "" where it can."""
-    demoting = [table.name for table in embeddings.tables if table.dynamic and table.dynamic.mode == "demote"]
-    if demoting:
-        return f"table {demoting[0]!r} demotes ids, whose records leave the store when they come back"
-    return ""
-
-
 def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:
     """Reads what `save` wrote, on any number of ranks, under any plan and transport, on any device.
 

@@ -94,8 +94,8 @@ def go_on_until_6(mesh, folder, options):
     job.close()
 
 
-def dynamic_job():
-    options = {"storage": "dynamic", "dynamic": Dynamic(capacity=8, shards=2), "optimizer": Adam(lr=0.1)}
+def dynamic_job(**rules):
+    options = {"storage": "dynamic", "dynamic": Dynamic(capacity=8, shards=2, **rules), "optimizer": Adam(lr=0.1)}
     options["initializer"] = Normal(std=0.5)
     return Job(Mesh(), tables=(TableSpec(name="page", num_rows=None, dim=4, **options),))
 
@@ -108,14 +108,21 @@ def train_on(job, step):
     job.sparse_optimizer.step()
 
 
-def test_increments_of_dynamic_tables_forget_what_they_evict(tmp_path):
-    job = dynamic_job()
+@pytest.mark.parametrize(
+    "rules", [{}, {"mode": "demote", "store": "memory", "store_capacity": 6}], ids=["drop", "demote"]
+)
+def test_increments_of_dynamic_tables_forget_what_they_evict(tmp_path, capsys: pytest.CaptureFixture[str], rules):
+    job = dynamic_job(**rules)
     state = {"model": job.model, "dense": job.dense_optimizer, "sparse": job.sparse_optimizer}
     with Checkpoints(tmp_path, state, every_steps=3, incremental=9, keep_last=9) as checkpoints:
         for step in range(9):
             train_on(job, step)
             checkpoints.step(step + 1)
-    other = dynamic_job()
+    checkpoint.show(tmp_path)
+    out = capsys.readouterr().out
+    assert " ids changed, " in out
+    assert (" records stored, " in out) == bool(rules)
+    other = dynamic_job(**rules)
     with Checkpoints(
         tmp_path, {"model": other.model, "dense": other.dense_optimizer, "sparse": other.sparse_optimizer}
     ) as again:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rowmesh.checkpoint.snapshot import Changed, Source
 from rowmesh.dynamic.records import Before
+from rowmesh.errors import StoreError
 
 if TYPE_CHECKING:
     from rowmesh.tables import RowStore
@@ -23,7 +24,8 @@ HOOK = "changes"
 class Changes:
     """Notes which slots are updated, in the memory where they are. A store calls it before every update.
 
-    Of dynamic tables it keeps which ids they knew, 16 bytes an id: what they know now tells which of these are gone.
+    Of dynamic tables it keeps which ids they knew, 16 bytes an id: what they know now tells which of these are gone. Of
+    their demoted ids it notes those that change.
 
     Rows that change otherwise are not noted: those that are set (a checkpoint that is read, moving averages in the
     place of rows), and those that migrate to another plan. Where there are such, `take` gives None, and the next
@@ -45,19 +47,27 @@ class Changes:
         """What was updated since the last call, and notes anew; to be called between two steps.
 
         Returns:
-            What changed; None where that is not known: the first time, and where rows changed otherwise.
+            What changed; None where that is not known: the first time, where rows changed otherwise, and where a store
+            of demoted ids does not answer.
         """
         self._embeddings.synchronize()
-        found = None
+        found, known_before = None, self._known
         if self._epoch == self._embeddings.row_epoch:
-            found = Changed({number: _on_host(marks) for number, marks in self._marks.items()}, self._known)
+            found = Changed({number: _on_host(marks) for number, marks in self._marks.items()}, known_before)
         self._epoch, self._marks, self._known = self._embeddings.row_epoch, {}, {}
         stores: dict[int, RowStore] = {}
-        for store, num_slots in self._find_stores():
-            stores[id(store)] = store
-            before = self._marks.get(id(store))
-            if before is None or len(before) < num_slots:
-                self._marks[id(store)] = _no_marks(store, num_slots)
+        try:
+            for store, num_slots in self._find_stores():
+                stores[id(store)] = store
+                before = self._marks.get(id(store))
+                if before is None or len(before) < num_slots:
+                    self._marks[id(store)] = _no_marks(store, num_slots)
+        except StoreError:  # other ranks go on: whoever needs the store says it on all of them
+            self.close()
+            return None
+        finally:
+            for each in known_before.values():
+                each.close()
         for number, store in self._stores.items():
             if number not in stores:
                 store.watch(self._hook, None)
@@ -82,6 +92,8 @@ class Changes:
         """Updates cost nothing more; may be called again."""
         for store in self._stores.values():
             store.watch(self._hook, None)
+        for each in self._known.values():
+            each.close()
         self._stores, self._marks, self._known, self._epoch = {}, {}, {}, None
 
 

@@ -20,6 +20,7 @@ from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import NUMBERS, SavedShards, saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, TableEntry
 from rowmesh.checkpoint.write import RowHolder, save
+from rowmesh.dynamic import demoted_records as demoted
 from rowmesh.dynamic.records import REMOVED
 
 SHARD_BYTES = 64 << 20
@@ -67,8 +68,8 @@ class _Table:
         self.tensor_train_shape, self.dynamic = entry.cores, None
         if entry.known is not None:
             self.storage = "dynamic"
-            rules = {"ttl_seconds": 0, **entry.known.rules}  # which older checkpoints do not have
-            self.dynamic = SimpleNamespace(**rules, num_shards=rules["shards"], mode="drop")  # others are not saved
+            rules = {"ttl_seconds": 0, "mode": "drop", **entry.known.rules}  # which some checkpoints do not have
+            self.dynamic = SimpleNamespace(**rules, num_shards=rules["shards"])
         self._entries, self._files = entries, files
 
     def shards(self) -> list[_Shard]:
@@ -96,7 +97,7 @@ class _Table:
         """What it knows."""
         known, (saved,) = self._entries[0].known, saved_shards(self.name, self._entries, self._files)
         assert known is not None
-        kinds = [kind for kind in known.parts[0].files if kind != REMOVED]
+        kinds = [kind for kind in known.parts[0].files if kind not in (REMOVED, demoted.REMOVED)]
         row_bytes = max(saved.read(kind, slice(0)).itemsize for kind in kinds) * self.dim
         return _Records(saved, max(part.step for part in known.parts), kinds, max(1, SHARD_BYTES // row_bytes))
 
@@ -112,28 +113,37 @@ class _Records:
     @property
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
         """All but rows and their states."""
-        for kind in filter(NUMBERS.__contains__, self._kinds):
-            yield kind, self._saved.read(kind, slice(None)).numpy()
-
-    @property
-    def demoted_rows(self) -> list[_KnownRows]:
-        """None: there are no increments of tables that demote ids."""
-        return []
+        for kind in self._kinds:
+            if kind in NUMBERS and kind != demoted.FACTS:  # which are written with the rows
+                yield kind, self._saved.read(kind, slice(None)).numpy()
 
     @property
     def rows(self) -> list[_KnownRows]:
         """Rows and states in the order of the ids."""
-        cuts = range(0, max(self._saved.num_ids, 1), self._size)
-        return [_KnownRows(self._saved, slice(first, first + self._size), self._kinds) for first in cuts]
+        kinds = [kind for kind in self._kinds if kind not in NUMBERS and not kind.startswith(demoted.PREFIX)]
+        return self._cut(self._saved.num_ids, kinds, "")
+
+    @property
+    def demoted_rows(self) -> list[_KnownRows]:
+        """The same of demoted ids, with their facts; none where ids are not demoted."""
+        if demoted.IDS not in self._kinds:
+            return []
+        kinds = [kind for kind in self._kinds if kind.startswith(demoted.PREFIX)]
+        kinds = [kind.removeprefix(demoted.PREFIX) for kind in kinds if kind == demoted.FACTS or kind not in NUMBERS]
+        return self._cut(self._saved.num_demoted, kinds, demoted.PREFIX)
+
+    def _cut(self, num_ids: int, kinds: Sequence[str], prefix: str) -> list[_KnownRows]:
+        cuts = range(0, max(num_ids, 1), self._size)
+        return [_KnownRows(self._saved, slice(first, first + self._size), kinds, prefix) for first in cuts]
 
 
 class _KnownRows:
     """Some rows of a dynamic table, read when they are asked for."""
 
-    def __init__(self, saved: SavedShards, which: slice, kinds: Sequence[str]) -> None:
-        self._saved, self._which = saved, which
-        self.kinds = [kind for kind in kinds if kind not in ("values", *NUMBERS)]
-        self.rows = saved.read("ids", which).numpy()
+    def __init__(self, saved: SavedShards, which: slice, kinds: Sequence[str], prefix: str) -> None:
+        self._saved, self._which, self._prefix = saved, which, prefix
+        self.kinds = [kind for kind in kinds if kind != "values"]
+        self.rows = saved.read(f"{prefix}ids", which).numpy()
 
     @property
     def values(self) -> Tensor:
@@ -147,7 +157,7 @@ class _KnownRows:
 
     def read(self, kind: str) -> Tensor:
         """The values, or a state."""
-        return self._saved.read(kind, self._which)
+        return self._saved.read(self._prefix + kind, self._which)
 
     def forget(self) -> None:
         """No-op: nothing is kept."""

@@ -33,6 +33,7 @@ An increment has only the rows that changed since its parent, another checkpoint
           C1.0.values.npy      … in this order
           C3.0.removed.npy     of a dynamic table the ids that are gone (tombstones), and as above those that were seen,
           C3.0.ids.npy         …; what its shards count beside is whole
+          C3.0.demoted_removed.npy  where ids are demoted, those that left the store, and as above those that came to it
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from rowmesh.errors import CheckpointError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.manifest import OWN_SUM, own_sum
 
-FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT = 1, 2, 3, 4
-"""Of full ones, of increments, and of both where there are dynamic tables."""
+FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT, DEMOTED_INCREMENT_FORMAT = 1, 2, 3, 4, 5
+"""Of full ones, of increments, of both where there are dynamic tables, and of increments where these demote ids."""
 ROWS = "rows"
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
@@ -139,7 +140,9 @@ class KnownPart:
         step: how many batches the tables were given.
         files: "values", the names of optimizer states and of what is known by id or shard → file name.
         num_removed: in an increment, how many ids are gone (tombstones).
-        num_demoted: ids whose records are in a store; those in fast memory are apart from them.
+        num_demoted: ids whose records are in a store; those in fast memory are apart from them. In an increment those
+            that came to it.
+        num_demoted_removed: in an increment, how many ids left the store.
     """
 
     rank: Count
@@ -151,6 +154,7 @@ class KnownPart:
     files: dict[str, str]
     num_removed: Count = 0
     num_demoted: Count = 0
+    num_demoted_removed: Count = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,11 @@ class KnownEntry:
 
     rules: dict[str, int | str]
     parts: tuple[KnownPart, ...]
+
+    @property
+    def demotes(self) -> bool:
+        """Whether ids that leave fast memory are kept in a store."""
+        return self.rules.get("mode") == "demote"
 
 
 @dataclass(frozen=True)
@@ -276,9 +285,9 @@ class Manifest:
         """
         try:
             values = json.loads(text)
-            if values["format"] not in range(FORMAT, KNOWN_INCREMENT_FORMAT + 1):
+            if values["format"] not in range(FORMAT, DEMOTED_INCREMENT_FORMAT + 1):
                 raise CheckpointError(
-                    f"{path} has format {values['format']!r}; this rowmesh reads 1 to {KNOWN_INCREMENT_FORMAT}"
+                    f"{path} has format {values['format']!r}; this rowmesh reads 1 to {DEMOTED_INCREMENT_FORMAT}"
                 )
             found = values.pop(OWN_SUM, None)  # earlier versions wrote none
             if found not in (None, own_sum(values)):
@@ -302,7 +311,7 @@ class Manifest:
         """Raises ValueError where it describes what no writer wrote."""
         if not re.fullmatch(FOLDER_PATTERN, self.folder):
             raise ValueError(f"folder {self.folder!r} is no name that rowmesh gives")
-        if (self.format in (INCREMENT_FORMAT, KNOWN_INCREMENT_FORMAT)) != (self.parent is not None):
+        if (self.format not in (FORMAT, KNOWN_FORMAT)) != (self.parent is not None):
             raise ValueError(f"format {self.format} is {'of increments' if self.parent is None else 'of full ones'}")
         for name, table in self.tables.items():
             if strangers := [file for file in table.files if not _is_plain(file)]:
@@ -388,6 +397,11 @@ def _check_known(name: str, known: KnownEntry, *, is_increment: bool) -> None:
         raise ValueError(
             f"table {name!r} has a part that {'does not say' if is_increment else 'says'} which ids are gone"
         )
+    if known.demotes and not all({"demoted_shards", "demoted_ids"} <= set(part.files) for part in known.parts):
+        raise ValueError(f"table {name!r} has a part that does not say which ids are demoted")
+    if any(("demoted_removed" in part.files) != (is_increment and known.demotes) for part in known.parts):
+        what = "does not say" if is_increment and known.demotes else "says"
+        raise ValueError(f"table {name!r} has a part that {what} which ids are not demoted any more")
     shards = sorted(shard for part in known.parts for shard in range(part.first, part.first + part.num_shards))
     if shards != list(range(len(shards))) or len(shards) != known.rules.get("shards"):
         raise ValueError(f"table {name!r}: files hold shards {shards}, and it has {known.rules.get('shards')}")

@@ -137,11 +137,12 @@ class Snapshot:
     def _freeze_records(self, table: str, records: Records | None, changed: Changed | None) -> None:
         if records is None or not records.is_first:
             return
-        demoted = None
         if changed is None:
-            known, demoted = records.known(), records.freeze_demoted()
+            before, known = None, records.known()
         else:
-            known = records.changed(changed.known[table], changed.marks[id(records.arena)])
+            before = changed.known[table]
+            known = records.changed(before, changed.marks[id(records.arena)])
+        demoted = records.freeze_demoted(before)
         store = self._stores.setdefault(id(records.arena), StoreSnapshot(records.arena, self._room))
         self._records[table] = FrozenRecords(store, records, known, demoted)
 
@@ -333,7 +334,7 @@ class FrozenRecords:
 
     @property
     def demoted_rows(self) -> Sequence[DemotedRows]:
-        """The records of demoted ids, read from the store as they were; none in an increment."""
+        """The records of demoted ids, read from the store as they were."""
         return [] if self._demoted is None else self._demoted.rows
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import (
+    DEMOTED_INCREMENT_FORMAT,
     DENSE,
     FOLDER_PATTERN,
     FORMAT,
@@ -43,13 +44,15 @@ from rowmesh.checkpoint.manifest import (
 )
 from rowmesh.dynamic.demoted_records import IDS as DEMOTED_IDS
 from rowmesh.dynamic.demoted_records import PREFIX
+from rowmesh.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
 from rowmesh.dynamic.records import REMOVED, facts_of
 from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
-from rowmesh.files.atomic import begin_sync, naming, sync_folder, synced_file, write_text
+from rowmesh.files.atomic import naming, sync_folder, write_text
 from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
+from rowmesh.files.direct import direct_file
 from rowmesh.mesh.groups import gather_in_group
 
 if TYPE_CHECKING:
@@ -268,7 +271,7 @@ def _write_records(
             checksums |= _write_pieces(target, names, pieces)
     shards, num_removed, num_demoted = records.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
     numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
-    return KnownPart(rank, *numbers, files, num_removed, num_demoted)
+    return KnownPart(rank, *numbers, files, num_removed, num_demoted, sizes.get(DEMOTED_REMOVED, 0))
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
@@ -296,7 +299,7 @@ def _write_pieces(
     count, outputs = sum(len(each.rows) for each in pieces), dict[str, _Output]()
     with contextlib.ExitStack() as files:
         for kind, name in names.items():
-            outputs[kind] = _Output(files.enter_context(synced_file(target / name)), BLOCK_BYTES)
+            outputs[kind] = _Output(files.enter_context(direct_file(target / name)), BLOCK_BYTES)
             reach("checkpoint.write_rows", target / name)
         for number, piece in enumerate(pieces):
             for kind, output in outputs.items():
@@ -352,6 +355,8 @@ def _manifest(
     number = FORMAT if parent is None else INCREMENT_FORMAT
     if any(entry.known for entry in entries.values()):
         number = KNOWN_FORMAT if parent is None else KNOWN_INCREMENT_FORMAT
+        if parent is not None and any(entry.known and entry.known.demotes for entry in entries.values()):
+            number = DEMOTED_INCREMENT_FORMAT
     return Manifest(token, len(parts), entries, metadata, checksums, number, parent)
 
 
@@ -386,20 +391,16 @@ class _Output(ChecksumWriter):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        begin = self.size_bytes
         try:
-            written = super().write(data)
+            return super().write(data)
         except OSError as error:
             self.error = self.error or error
             raise
-        if written >= self._block_bytes:
-            begin_sync(self._file, begin, begin + written)
-        return written
 
 
 def _write_file(path: Path, write: Callable[[_Output], Any], point: str) -> Checksums:
     """Writes a file and waits until its content is on disk; its name is after `sync_folder`."""
-    with synced_file(path) as file:
+    with direct_file(path) as file:
         output = _Output(file, BLOCK_BYTES)
         try:
             reach(point, path)

@@ -11,6 +11,7 @@ from cyclopts import App
 
 if TYPE_CHECKING:
     from rowmesh.checkpoint import Manifest
+    from rowmesh.checkpoint.manifest import KnownEntry
 
 app = App(name="checkpoint", help="Look at the checkpoints of a run, and compact them.")
 
@@ -173,11 +174,7 @@ def _description(folder: Path) -> Iterator[str]:
     for name, table in manifest.tables.items():
         kind = f"cores of ranks {table.cores.ranks}" if table.cores else "rows"
         if table.known is not None:
-            kind = f"dynamic, {sum(part.num_ids for part in table.known.parts):,} ids "
-            num_removed = sum(part.num_removed for part in table.known.parts)
-            kind += f"changed, {num_removed:,} gone" if manifest.parent is not None else "known"
-            num_demoted = sum(part.num_demoted for part in table.known.parts)
-            kind += f" in fast memory, {num_demoted:,} demoted" if num_demoted else ""
+            kind = f"dynamic, {_known_text(table.known, is_increment=manifest.parent is not None)}"
         state = sorted({kind for part in table.parts for kind in part.files} - {"values", ROWS})
         more = f" with {', '.join(state)}" if state else ""
         if manifest.parent is not None and not table.cores and table.known is None:
@@ -186,6 +183,19 @@ def _description(folder: Path) -> Iterator[str]:
     yield f"beside      {', '.join(sorted(dense))}"
     if (folder / BEST).exists():
         yield f"best        the best model so far, of step {progress.get('best_step'):,}"
+
+
+def _known_text(known: KnownEntry, *, is_increment: bool) -> str:
+    num_ids, num_removed, num_demoted, num_returned = (
+        sum(getattr(part, name) for part in known.parts)
+        for name in ("num_ids", "num_removed", "num_demoted", "num_demoted_removed")
+    )
+    if is_increment:
+        of_store = (
+            f" from fast memory, {num_demoted:,} records stored, {num_returned:,} removed" if known.demotes else ""
+        )
+        return f"{num_ids:,} ids changed, {num_removed:,} gone{of_store}"
+    return f"{num_ids:,} ids known" + (f" in fast memory, {num_demoted:,} demoted" if num_demoted else "")
 
 
 def _position(loader: dict[str, Any]) -> str:

@@ -1,12 +1,14 @@
 """Sightings of ids that are not admitted yet: exact, or in a sketch.
 
 `judge` says what the counts will be; then either `commit` or `undo` follows, so that a step that is refused changes
-nothing.
+nothing. What `commit` returns takes the last step back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +41,7 @@ class Candidates(Protocol):
 
     def judge(self, unknown: Located, counts: np.ndarray, renew: bool) -> np.ndarray: ...
 
-    def commit(self, unknown: Located, totals: np.ndarray, admitted: np.ndarray, renew: bool) -> None: ...
+    def commit(self, unknown: Located, totals: np.ndarray, admitted: np.ndarray, renew: bool) -> Callable[[], None]: ...
 
     def undo(self) -> None: ...
 
@@ -68,11 +70,13 @@ class ExactCandidates:
         past = np.where(slots >= 0, self._index.records[slots, COUNT], 0)
         return np.where(past > MAX - counts, MAX, past + counts)
 
-    def commit(self, unknown: Located, totals: np.ndarray, admitted: np.ndarray, renew: bool) -> None:
+    def commit(self, unknown: Located, totals: np.ndarray, admitted: np.ndarray, renew: bool) -> Callable[[], None]:
+        before = self._index, self._free
         if renew:
             self._clear()
         ids, hashes, shards = unknown.ids, unknown.hashes, unknown.shards
         slots = self._index.find(ids, hashes, shards)
+        past = np.where(slots >= 0, self._index.records[slots, COUNT], 0)
         gone = admitted & (slots >= 0)
         freed = self._index.erase(ids[gone], hashes[gone], shards[gone])
         self._free = np.concatenate([self._free, freed])
@@ -80,6 +84,19 @@ class ExactCandidates:
         self._index.records[slots[kept], COUNT] = totals[kept]
         new = ~admitted & (slots < 0)
         self._add(ids[new], hashes[new], shards[new], totals[new])
+        return partial(self._put_back, *before) if renew else partial(self._uncount, unknown, past)
+
+    def _put_back(self, index: Index, free: np.ndarray) -> None:
+        self._index, self._free = index, free
+
+    def _uncount(self, unknown: Located, past: np.ndarray) -> None:
+        """Gives ids the counts that they had; 0: none."""
+        ids, hashes, shards = unknown.ids, unknown.hashes, unknown.shards
+        is_here = self._index.find(ids, hashes, shards) >= 0
+        freed = self._index.erase(ids[is_here], hashes[is_here], shards[is_here])
+        self._free = np.concatenate([self._free, freed])
+        had = past > 0
+        self._add(ids[had], hashes[had], shards[had], past[had])
 
     def _add(self, ids: np.ndarray, hashes: np.ndarray, shards: np.ndarray, counts: np.ndarray) -> None:
         held = len(self._index.records)
@@ -125,8 +142,17 @@ class SketchCandidates:
         self._last = unknown.shards, columns, before
         return totals
 
-    def commit(self, unknown: Located, totals: np.ndarray, admitted: np.ndarray, renew: bool) -> None:
+    def commit(self, unknown: Located, totals: np.ndarray, admitted: np.ndarray, renew: bool) -> Callable[[], None]:
+        assert self._last is not None
+        back = partial(self._put_back, self._old) if renew else partial(self._restore, *self._last)
         self._old = self._sketch
+        return back
+
+    def _put_back(self, before: np.ndarray) -> None:
+        self._sketch = self._old = before
+
+    def _restore(self, shards: np.ndarray, columns: np.ndarray, before: np.ndarray) -> None:
+        sketch.restore(self._sketch, shards, columns, before)
 
     def undo(self) -> None:
         if self._last is not None and self._old is self._sketch:

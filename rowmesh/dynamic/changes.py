@@ -15,7 +15,8 @@ class Change:
 
     Attributes:
         number: of the batch.
-        admitted_ids: that entered the index, and about which nothing was known.
+        admitted_ids: that entered the index, and about which nothing was known; or of which an average has told that
+            they are demoted, which `evicted_ids` then has too.
         evicted_ids: that left it, ascending.
         evicted_frames: where their rows are; earlier batches may still update these.
         evicted_facts: `[n, 3]`: last steps + 1, counts and frequencies.
@@ -23,6 +24,8 @@ class Change:
         visitors: frames of unknown ids in evaluation, among such frames.
         promoted_ids: that came back from the store, which still has them.
         forgotten_ids: for which the store has no room, ascending.
+        taken: of earlier changes, whose ids came back in the frames that they still had.
+        left_order: shard, id and place of those that left the order of demotion.
     """
 
     number: int
@@ -34,6 +37,8 @@ class Change:
     visitors: np.ndarray = field(default_factory=lambda: NONE)
     promoted_ids: np.ndarray = field(default_factory=lambda: NONE)
     forgotten_ids: np.ndarray = field(default_factory=lambda: NONE)
+    taken: list[Change] = field(default_factory=list)
+    left_order: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def freed(self) -> np.ndarray:
@@ -48,15 +53,22 @@ class Change:
 
     def undo(self, ids: np.ndarray, frames: np.ndarray) -> None:
         """Finds ids as before the change; their frames are still leased. Those that came back have their rows there."""
-        frames[np.isin(ids, self.admitted_ids)] = -1
         places, found = find_in(self.evicted_ids, ids)
         frames[found] = self.evicted_frames[places[found]]
+        frames[np.isin(ids, self.admitted_ids)] = -1
 
-    def take_back(self, ids: np.ndarray) -> None:
-        """Evicted ids are known again, in the frames that they had."""
+    def take_back(self, ids: np.ndarray) -> Change:
+        """Evicted ids are known again, in the frames that they had; returns what of the change is no more."""
         stay = ~np.isin(self.evicted_ids, ids)
+        taken = Change(
+            number=self.number,
+            evicted_ids=self.evicted_ids[~stay],
+            evicted_frames=self.evicted_frames[~stay],
+            evicted_facts=self.evicted_facts[~stay],
+        )
         self.evicted_ids, self.evicted_frames = self.evicted_ids[stay], self.evicted_frames[stay]
         self.evicted_facts = self.evicted_facts[stay]
+        return taken
 
 
 def find_in(ascending: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

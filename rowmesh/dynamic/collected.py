@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from rowmesh.dynamic.asked import DynamicTable
+from rowmesh.dynamic.averages import Averages
 from rowmesh.dynamic.device_tables import make_indexes
 from rowmesh.dynamic.layout import rules_of, shards_of
-from rowmesh.dynamic.merging import Averages
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.resolver import Resolver
@@ -76,26 +76,6 @@ def _check_average(
         raise ConfigurationError(
             f"table {name!r} is dynamic, and its rows have no numbers by which whole tables could be averaged; leave "
             "dense out, so that the rows of changed ids are averaged"
-        )
-    if timed := [table.name for table in averaged if rules_of(table).ttl_seconds]:
-        raise ConfigurationError(
-            f"table {timed[0]!r}: ttl_seconds counts from the latest event of all ranks, which averaged replicas do "
-            "not tell each other at every step; take ttl_steps, or exact synchronization"
-        )
-    if scored := [table.name for table in averaged if table.takes_scores]:
-        raise ConfigurationError(
-            f"table {scored[0]!r}: eviction = 'score' keeps the latest score of each id, and averaged replicas do not "
-            "know whose is the latest; take another eviction, or exact synchronization"
-        )
-    if demoting := [table.name for table in averaged if rules_of(table).mode == "demote"]:
-        raise ConfigurationError(
-            f"table {demoting[0]!r}: mode = 'demote' keeps records of evicted ids, and averaged replicas evict others "
-            "each, whose records nobody could average; take mode = 'drop', or exact synchronization"
-        )
-    if timed := [table.name for table in averaged if rules_of(table).eviction == "ttl"]:
-        raise ConfigurationError(
-            f"table {timed[0]!r}: eviction = 'ttl' evicts nobody before its time, but where averaged replicas know "
-            "more ids together than the table holds some must go; take 'lru' with ttl_steps, or exact synchronization"
         )
 
 

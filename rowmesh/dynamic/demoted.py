@@ -21,6 +21,7 @@ from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import Promoted
+from rowmesh.dynamic.stored_changes import StoredChanges, Touched, by_shard
 from rowmesh.dynamic.stored_records import StoredRecords
 from rowmesh.dynamic.stores import FrozenStore, RecordStore, SharedStore
 from rowmesh.tables import TableSpec
@@ -43,6 +44,10 @@ class Found:
     facts: np.ndarray
     records: np.ndarray
 
+    def at(self, chosen: np.ndarray) -> Found:
+        """Of some of the ids."""
+        return Found(self.is_there[chosen], self.frames[chosen], self.facts[chosen], self.records[chosen])
+
 
 class Demoted:
     """The demoted ids of some shards of a table.
@@ -63,8 +68,11 @@ class Demoted:
         self._layout = RecordLayout(table)
         rules = rules_of(table)
         self._rooms = [rules.stored_in(shard) for shard in shards.shards]
-        # Where there is a limit, by shard, the ids that are demoted; those that came first are first.
-        self._order: list[dict[int, None]] = [{} for _ in self._rooms]
+        # Where there is a limit, by shard, the ids that are demoted, with ascending numbers: the first came first.
+        self._order: list[dict[int, int]] = [{} for _ in self._rooms]
+        self._num_ordered = 0
+        self._num_stored = np.zeros(len(self._rooms), np.int64)  # where there is no limit
+        self._listeners: list[StoredChanges] = []
 
     @property
     def shards(self) -> range:
@@ -75,6 +83,7 @@ class Demoted:
         """Forgets all. No step may wait to be settled."""
         self._store.clear(self._shards.shards)
         self._order = [{} for _ in self._rooms]
+        self._num_stored[:] = 0
 
     def close(self) -> None:
         """Closes the store."""
@@ -116,19 +125,35 @@ class Demoted:
         if not any(self._rooms):
             return 0
         for i, shard in zip(promoted_ids.tolist(), self._local(promoted_ids), strict=True):
-            del self._order[shard][i]
-        demoted_in = self._local(change.evicted_ids)
-        for i, shard in zip(change.evicted_ids.tolist(), demoted_in, strict=True):
-            self._order[shard][i] = None
+            change.left_order.append((shard, i, self._order[shard].pop(i)))
+        demoted_in = self._add(change.evicted_ids)
         forgotten = []
         for shard in set(demoted_in):
             order, room = self._order[shard], self._rooms[shard] or 0
             surplus = list(islice(order, max(0, len(order) - room)))  # at once: a dictionary passes over what it lost
-            for i in surplus:
-                del order[i]
+            change.left_order += [(shard, i, order.pop(i)) for i in surplus]
             forgotten += surplus
         change.forgotten_ids = np.sort(np.array(forgotten, np.int64))
         return len(forgotten)
+
+    def undo(self, change: Change, evicted_ids: np.ndarray) -> None:
+        """Takes the last `demote` back, by which these ids were demoted. The store has not heard of it."""
+        if not any(self._rooms):
+            return
+        for shard, i, place in change.left_order:
+            self._order[shard][i] = place
+        for i, shard in zip(evicted_ids.tolist(), self._local(evicted_ids), strict=True):
+            del self._order[shard][i]
+        for shard in {shard for shard, _, _ in change.left_order}:
+            self._order[shard] = dict(sorted(self._order[shard].items(), key=lambda entry: entry[1]))
+
+    def _add(self, ids: np.ndarray) -> list[int]:
+        """Adds ids to the order; returns their shards."""
+        shards = self._local(ids)
+        for i, shard in zip(ids.tolist(), shards, strict=True):
+            self._order[shard][i] = self._num_ordered
+            self._num_ordered += 1
+        return shards
 
     def settle(self, change: Change) -> None:
         """Brings the store to where a change has left it; the batch has ended. May be called again where it raises.
@@ -145,21 +170,52 @@ class Demoted:
             rows, state = self._arena.read_rows(change.evicted_frames[kept] + self._first_slot)
             records = self._layout.pack(rows, state, change.evicted_facts[kept])
             self._store.put(self._shards_of(ids), ids, records)
+        # What an average brought back and demoted again was there; what is forgotten as it is demoted never was.
+        were_there = np.isin(gone, change.promoted_ids) | ~np.isin(gone, change.evicted_ids)
+        self._note(gone, were_there, ids)
 
-    @property
-    def records(self) -> StoredRecords:
-        """What is in the store, between two steps."""
-        return StoredRecords(self._store, self._shards, self._layout, self._order_now())
+    def _note(self, gone: np.ndarray, were_there: np.ndarray, put: np.ndarray) -> None:
+        """Counts and tells what a change did to the store, once all of it is done."""
+        self._count(gone[were_there], -1)
+        self._count(put, 1)
+        for each in self._listeners:
+            each.note(gone, is_there=False, was_there=were_there)
+            each.note(put, is_there=True, was_there=False)
 
-    def freeze(self) -> tuple[StoredRecords, FrozenStore]:
-        """What is in the store now, for another thread, while steps go on; until the store's part is closed."""
-        frozen = self._store.freeze()
-        return StoredRecords(frozen, self._shards, self._layout, self._order_now()), frozen
+    def _count(self, ids: np.ndarray, sign: int) -> None:
+        if len(ids):
+            self._num_stored += sign * np.bincount(self._shards.shards_of(ids), minlength=len(self._num_stored))
 
-    def _order_now(self) -> list[np.ndarray] | None:
-        if not any(self._rooms):
-            return None
-        return [np.fromiter(order, np.int64, len(order)) for order in self._order]
+    def stored(self, touched: Touched | None = None) -> StoredRecords:
+        """What is in the store, between two steps.
+
+        Args:
+            touched: whose records are read; None: all.
+        """
+        return self._stored(self._store, touched)
+
+    def freeze(self, touched: Touched | None = None) -> tuple[StoredRecords, FrozenStore]:
+        """The same, for another thread, while steps go on; until the store's part is closed."""
+        frozen = self._store.freeze(None if touched is None else np.concatenate(touched.put))
+        return self._stored(frozen, touched), frozen
+
+    def _stored(self, store: SharedStore | FrozenStore, touched: Touched | None) -> StoredRecords:
+        order = None
+        if touched is None and any(self._rooms):
+            order = [np.fromiter(ids, np.int64, len(ids)) for ids in self._order]
+        return StoredRecords(store, self._shards, self._layout, order)
+
+    def watch(self) -> StoredChanges:
+        """Notes what is put into the store, and leaves it, from now on; nothing may wait to be settled."""
+        return StoredChanges(self._listeners)
+
+    def touched(self, since: StoredChanges) -> Touched:
+        """What was put into the store, and left it; nothing may wait to be settled."""
+        is_ordered, num_shards = any(self._rooms), len(self._rooms)
+        put, gone = since.put if is_ordered else np.sort(since.put), np.sort(since.gone)
+        num_stored = np.array([len(order) for order in self._order], np.int64) if is_ordered else self._num_stored
+        of_each, gone_of_each = (by_shard(ids, self._shards.shards_of(ids), num_shards) for ids in (put, gone))
+        return Touched(of_each, gone_of_each, num_stored.copy())
 
     def write(self, ids: np.ndarray, rows: Tensor, state: Mapping[str, Tensor], facts: np.ndarray) -> None:
         """Adds records of one shard, as if they had been demoted in their order; states that are not given are new.
@@ -170,8 +226,8 @@ class Demoted:
         shards = self._shards_of(ids)
         self._store.put(shards, ids, self._layout.pack(rows, self._layout.completed(state, len(ids)), facts))
         if any(self._rooms):
-            for shard in np.unique(shards - self.shards.start).tolist():
-                self._order[shard] |= dict.fromkeys(ids.tolist())
+            self._add(ids)
+        self._count(ids, 1)
 
     def restore(self, found: Found, places: np.ndarray, frames: np.ndarray) -> None:
         """Writes rows and states of found ids to frames.

@@ -2,7 +2,8 @@
 
 They are read from the store some at a time, in the order in which they were demoted where the store has a limit, as
 that decides who is forgotten next. A checkpoint has them apart from the ids in fast memory, so that any store reads
-what another one had.
+what another one had. An increment has the records that were put into the store since its parent, and the ids of those
+that left it. Where there is a limit, those that were put are the last of the order: the others keep theirs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from torch import Tensor
 
 from rowmesh.dynamic.demoted import Demoted
 from rowmesh.dynamic.saved_shards import SavedShards
+from rowmesh.dynamic.stored_changes import Touched
 from rowmesh.dynamic.stored_records import StoredRecords
 from rowmesh.dynamic.stores import FrozenStore
 
 PREFIX = "demoted_"
-SIZES, IDS, FACTS = "demoted_shards", "demoted_ids", "demoted_facts"
+SIZES, IDS, FACTS, REMOVED = "demoted_shards", "demoted_ids", "demoted_facts", "demoted_removed"
 """int64 `[S]`: how many records each shard has; `[M]`: their ids, shard by shard; `[M, 3]`: last steps + 1, counts and
-frequencies. Rows and states have the same names as those in fast memory, after `PREFIX`."""
+frequencies. Rows and states have the same names as those in fast memory, after `PREFIX`. In an increment `SIZES` is
+`[S, 3]`: records that were put, those that left, and how many there are in all; and `REMOVED` has the ids of those that
+left."""
 CHUNK_RECORDS = 1 << 14
 """Records that are in memory at a time."""
 
@@ -65,35 +69,49 @@ class DemotedRows:
 
 
 class DemotedRecords:
-    """All that one rank has demoted at one moment, when nothing waited to be settled.
+    """All that one rank has demoted at one moment, when nothing waited to be settled, or what of it changed.
 
     Args:
         stored: where it is.
         frozen: what of a store is closed with this, where steps go on meanwhile.
+        touched: what is wanted; None: all.
     """
 
-    def __init__(self, stored: StoredRecords, frozen: FrozenStore | None = None) -> None:
-        self._stored, self._frozen = stored, frozen
+    def __init__(
+        self, stored: StoredRecords, frozen: FrozenStore | None = None, touched: Touched | None = None
+    ) -> None:
+        self._stored, self._frozen, self._touched = stored, frozen, touched
 
     @cached_property
     def _by_shard(self) -> list[np.ndarray]:
-        return self._stored.ids_by_shard()
+        return self._stored.ids_by_shard() if self._touched is None else self._touched.put
 
     @cached_property
-    def _ids(self) -> np.ndarray:
+    def ids(self) -> np.ndarray:
+        """Whose records are wanted, shard by shard."""
         return np.concatenate([np.empty(0, np.int64), *self._by_shard])
 
     @property
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """Which there are."""
-        yield SIZES, np.array([len(ids) for ids in self._by_shard], np.int64)
-        yield IDS, self._ids
+        sizes = np.array([len(ids) for ids in self._by_shard], np.int64)
+        if self._touched is not None:
+            gone = self._touched.gone
+            sizes = np.stack([sizes, [len(ids) for ids in gone], self._touched.num_stored], axis=1)
+            yield REMOVED, np.concatenate([np.empty(0, np.int64), *gone])
+        yield SIZES, sizes
+        yield IDS, self.ids
+
+    @property
+    def gone(self) -> np.ndarray:
+        """The ids whose records left the store, where what changed is wanted."""
+        return np.concatenate([np.empty(0, np.int64), *(self._touched.gone if self._touched else ())])
 
     @property
     def rows(self) -> Sequence[DemotedRows]:
         """The records in the order of the ids; one piece at least."""
-        cuts = range(0, max(len(self._ids), 1), CHUNK_RECORDS)
-        return [DemotedRows(self._stored, self._ids[first : first + CHUNK_RECORDS]) for first in cuts]
+        cuts = range(0, max(len(self.ids), 1), CHUNK_RECORDS)
+        return [DemotedRows(self._stored, self.ids[first : first + CHUNK_RECORDS]) for first in cuts]
 
     def close(self) -> None:
         """Steps cost nothing more; may be called again."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic import Dynamic
 
 logger = logging.getLogger(__name__)
+_NOTHING_KEPT = np.empty((0, 4), np.int64)  # one rank has no survivors
 
 
 @dataclass
@@ -114,7 +116,7 @@ class DeviceTables:
             num_ids, is_known = found.bounds[table + 1] - found.bounds[table], not found.num_unknown[table]
             try:
                 if is_plain[table] and is_known:
-                    owned.count_known(num_ids, step)
+                    owned.count_known(number, num_ids, step, _NOTHING_KEPT)
                 elif opens[place]:
                     owned.open_found(number, found, step)
                 elif is_known and not owned.has_changed(ahead):

@@ -27,19 +27,19 @@ class Expiry:
         self._seen: dict[int, np.ndarray] = {}
         self._size, self._is_stale = 0, False
 
-    @property
-    def time_to_live(self) -> str:
-        """For a message."""
-        lives = {"steps": self._rules.ttl_steps, "seconds": self._rules.ttl_seconds}
-        return " or ".join(f"{number} {unit}" for unit, number in lives.items() if number)
+    def past(self, step: int, time: int, clock: EventClock | None = None) -> int:
+        """The last step whose ids are past their time to live in a step, −1 where none is; changes nothing.
 
-    def past(self, step: int, time: int) -> int:
-        """The last step whose ids are past their time to live in a step, −1 where none is; changes nothing."""
+        Args:
+            step: in which.
+            time: of its latest event.
+            clock: by another one.
+        """
         rules, past = self._rules, -1
         if rules.ttl_steps:
             past = max(past, step - rules.ttl_steps)
         if rules.ttl_seconds:
-            past = max(past, self.clock.past(step, time))
+            past = max(past, (clock or self.clock).past(step, time))
         return past
 
     def due(self, past: int, records: np.ndarray, seen: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.demoted import Demoted, Found, promoted_of
 from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.frames import FrameList
+from rowmesh.dynamic.held import Held
 from rowmesh.dynamic.hooks import DecisionHooks
 from rowmesh.dynamic.layout import num_spare, num_used, rules_of
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import Opened, ShardState, Statistics
+from rowmesh.dynamic.state import Before, MergedFacts, Opened, ShardState, Statistics, United
 from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
 from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp
@@ -29,13 +30,33 @@ from rowmesh.tables.row_store import Piece
 class Decided(Protocol):
     """Is told of decisions, see `rowmesh.dynamic.merging`."""
 
-    def note(self, ids: np.ndarray, fresh: np.ndarray) -> None:
-        """Ids that were seen or left, and frames that have a new id."""
+    def note(self, ids: np.ndarray, fresh: np.ndarray, left_ids: np.ndarray, left_frames: np.ndarray) -> None:
+        """Ids that were seen, left or were forgotten; frames that have a new id; ids that left these frames."""
+        ...
+
+    def note_back(self, ids: np.ndarray, frames: np.ndarray, facts: np.ndarray) -> None:
+        """Ids that were demoted are in these frames; facts as they were until then."""
         ...
 
     def begin_anew(self) -> None:
         """All was replaced."""
         ...
+
+
+class _Kept(NamedTuple):
+    """A batch that can be taken back.
+
+    Attributes:
+        number: of the batch.
+        step: that it opened.
+        before: what it changed, as it was.
+        change: what else it changed; None where it knew all ids.
+    """
+
+    number: int
+    step: int
+    before: Before
+    change: Change | None = None
 
 
 class OwnedTable:
@@ -77,6 +98,7 @@ class OwnedTable:
         self._visitors = FrameList(table.name, spare)
         self._zero = self._first_visitor + spare  # its memory is never written
         self._changes: list[Change] = []
+        self._kept: list[_Kept] = []  # of batches that may be taken back, the last one last
         self._demoted: Demoted | None = None
         if store is not None:
             self._demoted = Demoted(table, self.shards, arena, piece.slots.start, store)
@@ -119,8 +141,11 @@ class OwnedTable:
         else:
             opened, change = self._open_demoted(self._demoted, number, ids, counts, step, time, scores)
         self._take(ids, counts, opened, change)
+        if opened.before is not None:
+            self._kept.append(_Kept(number, step, opened.before, change))
         if self.merging is not None:
-            self.merging.note(np.concatenate([ids[~opened.guest], opened.evicted_ids]), opened.frames[opened.fresh])
+            changed = np.concatenate([ids[~opened.guest], opened.evicted_ids, change.forgotten_ids])
+            self.merging.note(changed, opened.frames[opened.fresh], change.evicted_ids, change.evicted_frames)
         if self.hooks:
             self.hooks(step, ids, counts, opened)
         return opened.frames + self._piece.rows.start
@@ -152,10 +177,12 @@ class OwnedTable:
         stored = found.is_there & (found.frames < 0)
         demoted.restore(found, np.flatnonzero(stored), opened.frames[unknown[stored]])
         back = ids[promoted.places[promoted.frames >= 0]]
-        for earlier in self._changes if len(back) else ():
-            earlier.take_back(back)
+        taken = [earlier.take_back(back) for earlier in self._changes] if len(back) else []
         change = _change_of(number, ids, opened)
+        change.taken = [each for each in taken if len(each.evicted_ids)]
         change.promoted_ids = ids[unknown[stored]]
+        if self.merging is not None:
+            self.merging.note_back(ids[promoted.places], opened.frames[promoted.places], promoted.facts)
         self.counters.promoted += opened.num_promoted
         self.counters.forgotten += demoted.demote(change, ids[promoted.places])
         return opened, change
@@ -215,8 +242,17 @@ class OwnedTable:
         """Whether nobody is told of decisions."""
         return self.merging is None and not self.hooks
 
-    def count_known(self, num_hits: int, step: int) -> None:
-        """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known."""
+    def count_known(self, number: int, num_hits: int, step: int, before: np.ndarray) -> None:
+        """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known.
+
+        Args:
+            number: of the batch.
+            num_hits: how many.
+            step: which step.
+            before: int64 `[n, 4]`, what the kernel says of them, where that is kept; stays as it is until `release`.
+        """
+        if self.shards.keeps_before:
+            self._kept.append(_Kept(number, step, Before(*self.shards.clock, before[:, 0], before[:, 1:])))
         self.shards.note_step(step)
         self.counters.steps += 1
         self.counters.hits += num_hits
@@ -301,31 +337,70 @@ class OwnedTable:
     def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
         self._arena.start(frames + self._piece.slots.start, ids, self._seed, self._table)
 
-    def unite(self, number: int, ids: np.ndarray, facts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # What several replica groups know, see `rowmesh.dynamic.merging`
+
+    def held(self, ids: np.ndarray) -> Held:
+        """What is known here of distinct ids, demoted or not; changes nothing.
+
+        Raises:
+            StoreError: the store does not answer; names it.
+        """
+        frames, facts = self.shards.facts(ids)
+        unknown, found = np.flatnonzero(frames < 0), None
+        if self._demoted is not None:
+            found = self._demoted.find(self._changes, ids[unknown])
+            facts[unknown] = found.facts
+        return Held(frames, facts, unknown, found)
+
+    def unite(self, number: int, merged: MergedFacts, held: Held) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Takes over what other replica groups know; see `DynamicShards.unite`.
 
         Args:
             number: of the last batch that was opened.
-            ids: int64 `[N]`, ascending.
-            facts: int64 `[N, 3]`.
+            merged: which ids there are.
+            held: what was known of them here.
 
         Returns:
-            Slots of the ids that are known afterwards, and a mask of these. New ones have their initial rows.
+            Slots of the ids, their rows as they were here, or initial ones; −1 of those that are forgotten. Masks of
+            those that are not forgotten, and of those that are in the index.
         """
-        united = self.shards.unite(ids, facts)
-        entered = united.frames[united.entered]
-        self._start(entered, ids[united.entered])
-        order = np.argsort(united.left_ids)
-        change = Change(
-            number=number,
-            admitted_ids=ids[united.entered],
-            evicted_ids=united.left_ids[order],
-            evicted_frames=united.left_frames[order],
-        )
+        ids, united = merged.ids, self.shards.unite(merged, held.rows_at)
+        entered = np.setdiff1d(united.entered, held.demoted, assume_unique=True)
+        self._start(united.frames[entered], ids[entered])
+        left = united.left_ids, united.left_frames, united.left_facts
+        change = Change(number=number, admitted_ids=ids[entered])
+        if self._demoted is not None and held.found is not None:
+            left = self._unite_demoted(self._demoted, change, merged, held, united)
+        order = np.argsort(left[0])
+        change.evicted_ids, change.evicted_frames, change.evicted_facts = (each[order] for each in left)
+        if self._demoted is not None:
+            self.counters.forgotten += self._demoted.demote(change, ids[held.demoted])
         self._changes.append(change)
         self.counters.evicted += len(united.left_ids)
-        stay = united.frames >= 0
-        return self.slots(united.frames[stay]), stay
+        has_row = united.frames >= 0
+        return self.slots(united.frames), has_row, united.stays
+
+    def _unite_demoted(
+        self, demoted: Demoted, change: Change, merged: MergedFacts, held: Held, united: United
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Brings the rows of demoted ids into their frames. Returns which ids are demoted then: ids, frames, facts.
+
+        They are as if they had come back and left again: their records are written when the average has been done.
+        """
+        assert held.found is not None
+        found, ids = held.found, merged.ids
+        stored = np.flatnonzero(found.is_there & (found.frames < 0))
+        places = held.unknown[stored]
+        demoted.restore(found, stored, united.frames[places])
+        change.promoted_ids = ids[places]
+        for earlier in self._changes:
+            earlier.take_back(ids[held.demoted])
+        others, away = ~np.isin(united.left_ids, ids), ~united.stays
+        return (
+            np.concatenate([ids[away], united.left_ids[others]]),
+            np.concatenate([united.frames[away], united.left_frames[others]]),
+            np.concatenate([merged.facts[away], united.left_facts[others]]),
+        )
 
     def release(self, first: int) -> None:
         """Batches before number `first` have ended on all ranks: what they freed may be used again.
@@ -333,10 +408,33 @@ class OwnedTable:
         Raises:
             StoreError: the store does not answer; names it. What could not be written waits for the next call.
         """
+        while self._kept and self._kept[0].number < first:
+            del self._kept[0]
         while self._changes and self._changes[0].number < first:
             if self._demoted is not None:
                 self._demoted.settle(self._changes[0])
             self._free(self._changes.pop(0))
+
+    def keep_undo(self) -> None:
+        """From here on what a batch decided can be taken back, until it has ended on all ranks."""
+        self.shards.keeps_before = True
+
+    def go_back(self, step: int) -> None:
+        """Takes back what batches after a step decided, the last first. Their rows are not those of known ids."""
+        while self._kept and self._kept[-1].step > step:
+            number, _, before, change = self._kept.pop()
+            taken = [] if change is None else change.taken
+            self.shards.undo(before, np.concatenate([NONE, *(each.evicted_frames for each in taken)]))
+            self._changes = [each for each in self._changes if each.number != number]
+            if change is not None:
+                self._take_back(change, before)
+
+    def _take_back(self, change: Change, before: Before) -> None:
+        """Takes back what a batch changed beside its shards."""
+        self.shards.release(change.guests)
+        if self._demoted is not None:
+            self._demoted.undo(change, before.left_ids)
+        self._changes = sorted([*self._changes, *change.taken], key=lambda each: each.number)
 
     def settle(self) -> Demoted | None:
         """What is demoted here, when all of it is in the store; with no batch under way. None: nothing ever is.
@@ -383,6 +481,7 @@ class OwnedTable:
         """
         if self._demoted is not None:
             self._demoted.clear()
+        self._kept.clear()
         while self._changes:
             self._free(self._changes.pop(0))
         rules = rules_of(self._table)

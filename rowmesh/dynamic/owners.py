@@ -6,6 +6,7 @@ with the distinct ids of all ranks in ascending order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Sequence
 
 import numpy as np
@@ -42,6 +43,10 @@ class Owners:
             self._described[place] = owned.described
         self._outcome = np.empty((len(tables), cpu.OUTCOME_COLUMNS), np.int64)
         self._scratch = np.empty((3, 0), np.int64)
+        self._keeps = False
+        self._none = np.empty((0, cpu.BEFORE_COLUMNS), np.int64)
+        self._kept: deque[tuple[int, np.ndarray]] = deque()  # by batch, what known ids were; memory is used again
+        self._spare: list[np.ndarray] = []
 
     def note_hooks(self) -> None:
         """A table has got hooks, which are told of known ids too."""
@@ -51,12 +56,35 @@ class Owners:
 
     def release(self, first: int) -> str:
         """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""
+        while self._kept and self._kept[0][0] < first:
+            self._spare.append(self._kept.popleft()[1])
         try:
             for owned in self._all:
                 owned.release(first)
         except RowmeshError as error:
             return f"{type(error).__name__}\n{error}"
         return ""
+
+    def keep_undo(self) -> None:
+        """From here on what a batch decided can be taken back, until it has ended on all ranks."""
+        self._keeps = True
+        for _, owned in self._owned:
+            owned.keep_undo()
+
+    def go_back(self, step: int) -> None:
+        """Takes back what batches after a step decided."""
+        for _, owned in self._owned:
+            owned.go_back(step)
+
+    def _room(self, number: int, count: int) -> np.ndarray:
+        """Memory for what so many ids were before a batch; none where that is not kept."""
+        if not self._keeps:
+            return self._none
+        room = self._spare.pop() if self._spare else self._none
+        if len(room) < count:
+            room = np.empty((count + count // 4, cpu.BEFORE_COLUMNS), np.int64)
+        self._kept.append((number, room))
+        return room
 
     def close(self) -> None:
         """Closes the stores of demoted ids."""
@@ -77,12 +105,16 @@ class Owners:
             Which error it was, and its message, in two lines; empty where there was none.
         """
         begins = arrived.sizes.cumsum(axis=1) - arrived.sizes
-        known = self._open_known(arrived, begins, opens, step)
+        totals = arrived.sizes.sum(axis=0).tolist()
+        before, at = self._room(number, sum(totals)), 0
+        known = self._open_known(arrived, begins, opens, step, before)
         failure = ""
         is_known, hits = known.tolist(), self._outcome[:, cpu.HITS].tolist()
         for place, owned in self._owned:
             if is_known[place]:
-                owned.count_known(hits[place], step)
+                end = at + totals[place]
+                owned.count_known(number, hits[place], step, before[at:end])
+                at = end
                 continue
             try:
                 self._decide_one(place, arrived, begins, number, step, ahead, opens=opens[place])
@@ -90,7 +122,9 @@ class Owners:
                 failure = failure or f"{type(error).__name__}\n{error}"
         return failure
 
-    def _open_known(self, arrived: Arrived, begins: np.ndarray, opens: Sequence[bool], step: int) -> np.ndarray:
+    def _open_known(
+        self, arrived: Arrived, begins: np.ndarray, opens: Sequence[bool], step: int, before: np.ndarray
+    ) -> np.ndarray:
         """Opens the step of tables that know all ids; bool `[T]`: which did."""
         is_plain = np.array(opens)
         if not self._is_always_plain.all():
@@ -117,6 +151,7 @@ class Owners:
             slots,
             hashes.view(np.uint64),
             shards,
+            before,
             self._outcome,
         )
         return is_plain & (self._outcome[:, cpu.UNKNOWN] == 0)

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from rowmesh.dynamic import demoted_records
+from rowmesh.dynamic.demoted import Demoted
 from rowmesh.dynamic.demoted_records import DemotedRecords, DemotedRows
 from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import ShardState
+from rowmesh.dynamic.stored_changes import StoredChanges, Touched
 from rowmesh.ops.dynamic_index.cpu import ID, SEEN
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
@@ -43,11 +45,18 @@ class Before(NamedTuple):
         frames: in which they were, ascending.
         ids: the id in each.
         step: how many batches were opened for training by then.
+        stored: what changes among demoted ids since then; None where there never are any.
     """
 
     frames: np.ndarray
     ids: np.ndarray
     step: int
+    stored: StoredChanges | None = None
+
+    def close(self) -> None:
+        """What changes from now on is not noted; may be called again."""
+        if self.stored is not None:
+            self.stored.close()
 
 
 class KnownCopy:
@@ -161,10 +170,14 @@ class Records:
     # Between two steps: what is known now, and what of it changed
 
     def note(self) -> Before:
-        """What is known now, to be compared with later."""
-        shards = self._owned.shards
+        """What is known now, to be compared with later; it is to be closed.
+
+        Raises:
+            StoreError: the store of demoted ids does not answer; names it.
+        """
+        demoted, shards = self._owned.settle(), self._owned.shards
         frames = shards.known_frames
-        return Before(frames, shards.column_of(frames, ID), self.step)
+        return Before(frames, shards.column_of(frames, ID), self.step, None if demoted is None else demoted.watch())
 
     def known(self) -> KnownCopy:
         """All that is known now."""
@@ -208,24 +221,32 @@ class Records:
         cuts = [slice(first, first + CHUNK_ROWS) for first in range(0, max(len(ids), 1), CHUNK_ROWS)]
         return [ShardRows(self.arena, ids[cut], slots[cut]) for cut in cuts]
 
-    @property
-    def demotes(self) -> bool:
-        """Whether ids that leave are kept in a store."""
-        return rules_of(self._table).mode == "demote"
-
     @cached_property
     def _demoted(self) -> DemotedRecords | None:
-        demoted = self._owned.settle()
-        return None if demoted is None else DemotedRecords(demoted.records)
+        return self.demoted()
 
-    def freeze_demoted(self) -> DemotedRecords | None:
-        """What is demoted now, to be written while steps go on, until it is closed; None where nothing ever is.
+    def demoted(self, before: Before | None = None) -> DemotedRecords | None:
+        """What is demoted now, or what of it changed, until the next step; None where nothing ever is.
+
+        Args:
+            before: since when; None: all.
 
         Raises:
             StoreError: the store does not answer; names it.
         """
         demoted = self._owned.settle()
-        return None if demoted is None else DemotedRecords(*demoted.freeze())
+        if demoted is None:
+            return None
+        touched = _touched(demoted, before)
+        return DemotedRecords(demoted.stored(touched), None, touched)
+
+    def freeze_demoted(self, before: Before | None = None) -> DemotedRecords | None:
+        """The same, to be written while steps go on, until it is closed."""
+        demoted = self._owned.settle()
+        if demoted is None:
+            return None
+        touched = _touched(demoted, before)
+        return DemotedRecords(*demoted.freeze(touched), touched)
 
     @property
     def demoted_rows(self) -> Sequence[DemotedRows]:
@@ -269,6 +290,10 @@ class Records:
         if rules_of(self._table).ttl_seconds:
             columns |= {"last_times": read(TIMES, of_ids).numpy(), "now": int(read(NOW, slice(number, number + 1)))}
         return ShardState(**columns, frames=np.empty(0, np.int64), sketch=sketch, step=step, window=window)
+
+
+def _touched(demoted: Demoted, before: Before | None) -> Touched | None:
+    return None if before is None or before.stored is None else demoted.touched(before.stored)
 
 
 def facts_of(table: TableSpec) -> dict[str, int | str]:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.asking import Asked, Dealer
+from rowmesh.dynamic.averages import Averages
 from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.device_tables import DeviceAsked, DeviceTables
 from rowmesh.dynamic.event_clock import NO_TIME
@@ -32,7 +33,7 @@ from rowmesh.dynamic.known import ask_statistics
 from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.leases import Lease, Leases
 from rowmesh.dynamic.mail import Arrived, Letter, LocalMail, Mail, MessageMail, SharedMail
-from rowmesh.dynamic.merging import Averages, MergedIds
+from rowmesh.dynamic.merging import MergedIds
 from rowmesh.dynamic.owners import Owners
 from rowmesh.dynamic.state import Statistics
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError, PeerError, RowmeshError, StoreError
@@ -136,17 +137,43 @@ class Resolver:
 
         Returns:
             Of each table, the ids whose rows must be averaged.
+
+        Raises:
+            NoRoomError, StoreError: on all ranks alike, where ids do not fit, or a store does not answer; nothing has
+                changed then.
         """
         assert self.averages is not None
         with self._lock:
-            return self.averages(self.leases.next - 1, self.step, self.counters)
+            return self.averages(self.leases.next - 1, self.step, self.counters, self._agree)
+
+    def _agree(self, failure: str) -> None:
+        """Raises on all ranks what one of them cannot do."""
+        flags = self._channel.post_gather(torch.tensor([len(failure)]), self.counters, "averaging dynamic tables")
+        if flags.wait().any():
+            self._raise(failure)
 
     def put_back(self, merged: Mapping[str, MergedIds]) -> None:
         """The rows of these ids were not averaged: `merge` returns them again."""
         assert self.averages is not None
         with self._lock:
             for name, each in merged.items():
-                self.averages.tables[name].note(each.ids, np.empty(0, np.int64))
+                self.averages.tables[name].note(each.ids)
+
+    def keep_undo(self) -> None:
+        """From here on `go_back` takes back what batches decide that have not ended on all ranks."""
+        with self._lock:
+            self._owners.keep_undo()
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether a thread resolves a batch now."""
+        return self._lock.locked()
+
+    def go_back(self, step: int) -> None:
+        """Takes back what batches that were opened after a step decided. Local, when no thread looks anything up."""
+        with self._lock:
+            self._owners.go_back(step)
+            self.step = step
 
     @property
     def decided(self) -> dict[str, DynamicCounters]:

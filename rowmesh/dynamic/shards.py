@@ -5,6 +5,7 @@ The rules are written out in `rowmesh.dynamic.reference`, which decides the same
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +15,18 @@ from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.expiry import Expiry
 from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
-from rowmesh.dynamic.state import Opened, Promoted, ShardState, Statistics, United, check_batch, check_step
-from rowmesh.dynamic.surplus import find_surplus
+from rowmesh.dynamic.room import Room, smallest
+from rowmesh.dynamic.state import (
+    Before,
+    MergedFacts,
+    Opened,
+    Promoted,
+    ShardState,
+    Statistics,
+    United,
+    check_batch,
+    check_step,
+)
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import victims
 from rowmesh.ops.dynamic_index.cpu import COUNT, ID, SCORE, SEEN
@@ -31,8 +42,8 @@ _KINDS = {
     "score": victims.GIVEN,
 }
 _MAX_FRAMES = 2**32 - 1
-_NONE = np.empty(0, np.int64)
-_NOTHING = Promoted(_NONE, np.empty((0, 3), np.int64), _NONE)
+_NONE, _NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
+_NOTHING = Promoted(_NONE, _NO_FACTS, _NONE)
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class DynamicShards:
 
     Attributes:
         expiry: what is known of the time to live.
+        keeps_before: whether steps return what `undo` needs.
 
     Example:
         >>> rules = Dynamic(capacity=2, shards=1)
@@ -92,12 +104,12 @@ class DynamicShards:
         if not 0 <= num_frames <= _MAX_FRAMES:
             raise ConfigurationError(f"num_frames of dynamic table {table!r} must be 0 to 2^32 − 1, got {num_frames}")
         self.table, self.rules, self.shards, self.device_index = table, rules, shards, index
+        self.keeps_before = False
         shape = shape_of(table, rules, shards, num_frames)
-        self._kind, self._capacities = shape.kind, shape.capacities
+        self._kind, self._room = shape.kind, Room(table, rules, shards)
         self._index: ScoredIndex | DeviceIndex
         if index is None:
-            initial = -(-(rules.initial_capacity or 1) // rules.num_shards)
-            self._index = ScoredIndex(shape, initial)
+            self._index = ScoredIndex(shape, -(-(rules.initial_capacity or 1) // rules.num_shards))
         else:
             self._index = index
         self._frames = FrameList(table, num_frames)
@@ -151,8 +163,10 @@ class DynamicShards:
         expired = self.expiry.due(past, self.host_index.records, frames) if self.expiry.is_used else _NONE
         back = batch.shards[promoted.places]
         decision = self._decide(unknown, touched, step, expired, back, int((promoted.frames < 0).sum()))
-        self.expiry.clock.advance(step, time)
-        self._commit(unknown, decision)
+        known, last = frames[frames >= 0] if self.keeps_before else _NONE, (self._step, self._window)
+        facts = self._index.facts(known) if self.keeps_before else _NO_FACTS
+        advanced = self.expiry.clock.advance(step, time)
+        uncount = self._commit(unknown, decision)
         self._index.touch(frames, batch.shards, counts, given, step)
         evicted = self._evict(decision, step)
         self._promote(batch, counts, frames, given, promoted, step)
@@ -161,7 +175,12 @@ class DynamicShards:
         fresh[new], guest[new[~decision.admitted]], came_back[promoted.places] = True, True, True
         if self.expiry.is_used:
             self.expiry.add(step, past, frames[~guest], self.host_index.records)
-        return Opened.of(frames, fresh, guest, came_back, evicted)
+        opened = Opened.of(frames, fresh, guest, came_back, evicted)
+        if not self.keeps_before:
+            return opened
+        left = opened.evicted_ids, opened.evicted_frames, opened.evicted_facts
+        entered = ids[fresh & ~guest | came_back]
+        return replace(opened, before=Before(*last, known, facts, entered, *left, uncount, advanced))
 
     def open_found(self, found: LookedUp, step: int) -> tuple[np.ndarray, np.ndarray, Opened]:
         """Takes a step's decisions where the index is on a device, which has found the ids.
@@ -188,6 +207,30 @@ class DynamicShards:
         fresh = np.ones(len(frames), bool)
         opened = Opened.of(frames, fresh, ~decision.admitted, ~fresh, evicted)
         return seen.ids, seen.counts, replace(opened, num_hits=int(seen.touched.sum()))
+
+    def undo(self, before: Before, leased: np.ndarray = _NONE) -> None:
+        """Takes the last step back, of which nothing was released.
+
+        Args:
+            before: what it returned.
+            leased: frames that were leased to ids which came back in it.
+        """
+        index = self.host_index
+        entered, left = self._locate(before.entered_ids), self._locate(before.left_ids)
+        frames = index.erase(entered.ids, entered.hashes, entered.shards)
+        self._frames.lease(frames)
+        self._frames.release(frames[~np.isin(frames, leased)])
+        index.insert(left.ids, left.hashes, left.shards, before.left_frames)
+        self._frames.take_back(before.left_frames)
+        index.set_facts(before.left_frames, before.left_facts)
+        index.set_facts(before.frames, before.facts)
+        if before.uncount is not None:
+            before.uncount()
+        if before.advanced is not None:
+            self.expiry.clock.undo(before.advanced)
+        self._step, self._window = before.step, before.window
+        self.expiry.begin_anew()
+        index.forget_order()
 
     @property
     def described(self) -> np.ndarray:
@@ -246,12 +289,12 @@ class DynamicShards:
         admitted = totals >= self.rules.admit_after
         try:
             entering = self._by_shard(np.concatenate([unknown.located.shards[admitted], back]))
-            self._check_fits(touched + entering)
+            self._room.check_batch(touched + entering)
             leaving = 0
             if len(expired):
                 leaving = self._by_shard(self._locate(self._index.ids_of(expired)).shards)
-            missing = np.maximum(self._index.used + entering - leaving - self._capacities, 0)
-            self._check_expired(missing)
+            missing = np.maximum(self._index.used + entering - leaving - self._room.capacities, 0)
+            self._room.check_leaving(missing)
             self._frames.check(len(totals) + num_more)
         except NoRoomError:
             if self._candidates is not None:
@@ -262,30 +305,12 @@ class DynamicShards:
     def _by_shard(self, shards: np.ndarray) -> np.ndarray:
         return np.bincount(shards, minlength=len(self.shards))
 
-    def _check_fits(self, wanted: np.ndarray) -> None:
-        over = np.flatnonzero(wanted > self._capacities)
-        if len(over):
-            shard = int(over[np.argmax(wanted[over])])
-            raise NoRoomError(
-                f"a batch has {wanted[shard]} distinct ids of shard {shard + self.shards.start} of dynamic table "
-                f"{self.table!r}, which holds {self._capacities[shard]}; raise capacity from {self.rules.capacity} to "
-                f"{int(wanted[shard]) * self.rules.num_shards} or more, or take smaller batches"
-            )
-
-    def _check_expired(self, missing: np.ndarray) -> None:
-        if self.rules.eviction == "ttl" and missing.any():
-            shard = int(missing.argmax())
-            wanted = int(self._capacities[shard] + missing[shard])
-            raise NoRoomError(
-                f"shard {shard + self.shards.start} of dynamic table {self.table!r} is full, and too few ids are past "
-                f"their time to live, {self.expiry.time_to_live}; raise capacity from {self.rules.capacity} to "
-                f"{wanted * self.rules.num_shards} or more, or shorten it"
-            )
-
-    def _commit(self, unknown: _Unknown, decision: _Decision) -> None:
-        if self._candidates is not None:
-            is_renewed = decision.window != self._window
-            self._candidates.commit(unknown.located, decision.totals, decision.admitted, is_renewed)
+    def _commit(self, unknown: _Unknown, decision: _Decision) -> Callable[[], None] | None:
+        """Counts ids that are not admitted; returns what takes that back."""
+        if self._candidates is None:
+            return None
+        is_renewed = decision.window != self._window
+        return self._candidates.commit(unknown.located, decision.totals, decision.admitted, is_renewed)
 
     def _enter(self, unknown: _Unknown, decision: _Decision, evicted: np.ndarray, step: int) -> np.ndarray:
         """Gives unknown ids frames, and lets those enter that were admitted; the last that a step does."""
@@ -303,12 +328,10 @@ class DynamicShards:
 
     def _promote(self, batch: Located, counts, frames, given, promoted: Promoted, step: int) -> None:
         """Lets ids enter with what was known of them, and counts them then as known ones."""
-        places, slots = promoted.places, promoted.frames.copy()
+        places = promoted.places
         if not len(places):
             return
-        self._frames.take_back(slots[slots >= 0])
-        slots[slots < 0] = self._frames.take(int((slots < 0).sum()))
-        entering = batch.at(places)
+        entering, slots = batch.at(places), self._frames_for(promoted.frames)
         self._index.insert(entering.ids, entering.hashes, entering.shards, slots)
         self._index.set_facts(slots, promoted.facts)
         self._index.touch(slots, entering.shards, counts[places], given[places], step)
@@ -363,34 +386,82 @@ class DynamicShards:
         frames = np.concatenate([self._index.slots_in(local) for local in range(len(self.shards))])
         return frames, self._index.facts(frames)
 
-    def unite(self, ids: np.ndarray, facts: np.ndarray) -> United:
-        """Sets facts of ids, of which unknown ones enter. Then those of the smallest (score, id) leave full shards.
+    def check_merged(self, merged: MergedFacts, rows_at: np.ndarray | None) -> None:
+        """Raises NoRoomError where `unite` cannot be carried out; changes nothing."""
+        batch, frames, stays = self._find_merged(merged)
+        self._room.check_leaving(self._surplus(batch, frames, stays))
+        needs = frames < 0 if rows_at is None else (frames < 0) & (rows_at < 0)
+        self._frames.check(int(needs.sum()))
+
+    def unite(self, merged: MergedFacts, rows_at: np.ndarray | None) -> United:
+        """Sets facts of ids, of which unknown ones enter, and leave that are past their time to live.
+
+        Then those of the smallest (score, id) leave full shards. `check_merged` comes before.
 
         Args:
-            ids: int64 `[N]`, distinct.
-            facts: int64 `[N, 3]`, as `facts` has them.
-
-        Raises:
-            NoRoomError: leases hold the frames; nothing has changed then.
+            merged: the ids.
+            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, leased, that ids have which are in no
+                index; −1: none. Those that do not enter get frames then too, which are leased.
         """
-        batch, index = self._locate(ids), self.host_index
-        frames = index.find(batch.ids, batch.hashes, batch.shards)
-        is_new = frames < 0
-        self._frames.check(int(is_new.sum()))
+        batch, frames, stays = self._find_merged(merged)
+        index, facts, is_new = self.host_index, merged.facts, frames < 0
+        self.expiry.clock = merged.clock
         index.set_facts(frames[~is_new], facts[~is_new])
-        left_frames, is_late = find_surplus(index, self._capacities, batch, is_new, facts, self._step)
-        left = self._locate(index.ids_of(left_frames))
-        index.erase(left.ids, left.hashes, left.shards)
-        self._frames.lease(left_frames)
-        entering = np.flatnonzero(is_new & ~is_late)
-        new, slots = batch.at(entering), self._frames.take(len(entering))
-        index.insert(new.ids, new.hashes, new.shards, slots)
-        index.set_facts(slots, facts[entering])
-        frames[entering] = slots
-        frames[np.isin(frames, left_frames)] = -1
+        left = np.concatenate([frames[~is_new & ~stays], self._find_surplus(batch, frames, stays, facts)])
+        left_facts, leaving = index.facts(left), self._locate(index.ids_of(left))
+        index.erase(leaving.ids, leaving.hashes, leaving.shards)
+        self._frames.lease(left)
+        stays &= is_new | ~np.isin(frames, left)
+        entered = np.flatnonzero(is_new & stays if rows_at is None else is_new)
+        frames[entered] = self._frames_for(np.full(len(entered), -1) if rows_at is None else rows_at[entered])
+        entering = np.flatnonzero(is_new & stays)
+        new = batch.at(entering)
+        index.insert(new.ids, new.hashes, new.shards, frames[entering])
+        index.set_facts(frames[entering], facts[entering])
+        if rows_at is None:
+            frames[~stays] = -1
+        else:
+            self._frames.lease(frames[is_new & ~stays])
         index.forget_order(np.unique(batch.shards))
         self.expiry.begin_anew()
-        return United(frames, entering, left.ids, left_frames)
+        return United(frames, stays, entered, leaving.ids, left, left_facts)
+
+    def _find_merged(self, merged: MergedFacts) -> tuple[Located, np.ndarray, np.ndarray]:
+        """Ids, their frames here, and a mask of those that are not demoted, and not past their time to live."""
+        batch = self._locate(merged.ids)
+        frames = self._index.find(batch.ids, batch.hashes, batch.shards)
+        past = self.expiry.past(self._step, NO_TIME, merged.clock)
+        return batch, frames, merged.enters & (merged.facts[:, 0] - 1 > past)
+
+    def _frames_for(self, frames: np.ndarray) -> np.ndarray:
+        """Frames for ids: those that they still have, leased; −1: free ones."""
+        frames = frames.copy()
+        self._frames.take_back(frames[frames >= 0])
+        frames[frames < 0] = self._frames.take(int((frames < 0).sum()))
+        return frames
+
+    def _surplus(self, batch: Located, frames: np.ndarray, stays: np.ndarray) -> np.ndarray:
+        """By how many ids each shard has more than it holds, where merged ones that stay are there; 0: it has room."""
+        is_new = frames < 0
+        entering, leaving = (self._by_shard(batch.shards[mask]) for mask in (is_new & stays, ~is_new & ~stays))
+        return np.maximum(self._index.used + entering - leaving - self._room.capacities, 0)
+
+    def _find_surplus(self, batch: Located, frames: np.ndarray, stays: np.ndarray, facts: np.ndarray) -> np.ndarray:
+        """Frames of ids that leave full shards; those of the batch that cannot enter do not stay."""
+        surplus = self._surplus(batch, frames, stays)
+        full = np.flatnonzero(surplus)
+        if not len(full):
+            return np.empty(0, np.int64)
+        held = [self._index.slots_in(shard) for shard in full.tolist()]
+        held = [each[~np.isin(each, frames[~stays])] for each in held]
+        here = np.concatenate(held)
+        waiting = np.flatnonzero((frames < 0) & stays & np.isin(batch.shards, full))
+        ids = np.concatenate([self._index.ids_of(here), batch.ids[waiting]])
+        shards = np.concatenate([np.repeat(full, [len(each) for each in held]), batch.shards[waiting]])
+        of_ids = np.concatenate([self._index.facts(here), facts[waiting]])
+        leaving = smallest(ids, of_ids, shards, surplus, self._kind, self.rules.decay_steps, self._step)
+        stays[waiting[leaving[leaving >= len(here)] - len(here)]] = False
+        return here[leaving[leaving < len(here)]]
 
     def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""
@@ -475,10 +546,11 @@ class DynamicShards:
         """Replaces one shard by a state, whose ids get the given free frames."""
         local = self._local(shard)
         known, candidates = self._locate(state.ids), self._locate(state.candidate_ids)
-        if len(state.ids) > self._capacities[local] or len(frames) != len(state.ids):
+        capacity = self._room.capacities[local]
+        if len(state.ids) > capacity or len(frames) != len(state.ids):
             raise DataError(
-                f"shard {shard} of dynamic table {self.table!r} holds {self._capacities[local]} ids, and the state "
-                f"has {len(state.ids)}, for {len(frames)} frames"
+                f"shard {shard} of dynamic table {self.table!r} holds {capacity} ids, and the state has "
+                f"{len(state.ids)}, for {len(frames)} frames"
             )
         if (known.shards != local).any() or (candidates.shards != local).any():
             raise DataError(f"the state of shard {shard} of dynamic table {self.table!r} has ids of another shard")

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rowmesh.dynamic.event_clock import NO_TIME
+from rowmesh.dynamic.event_clock import NO_TIME, Advanced, EventClock
 from rowmesh.errors import DataError
 
 MAX = 2**63 - 1  # counts and frequencies stay there
 FRACTION_BITS = 16  # of a frequency: a sighting adds 1 << 16
+
+
+_NONE, _NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """What a step changed of some shards, as it was.
+
+    Attributes:
+        step, window: of the step before.
+        frames: int64 `[n]`, of ids that were known.
+        facts: int64 `[n, 3]`: their last steps + 1, counts and frequencies.
+        entered_ids: int64 `[m]`, that were not.
+        left_ids, left_frames: int64 `[E]`, that were known, and left.
+        left_facts: int64 `[E, 3]`.
+        uncount: takes back the sightings of ids that are not admitted.
+        advanced: what became of the clock; None: nothing.
+    """
+
+    step: int
+    window: int
+    frames: np.ndarray
+    facts: np.ndarray
+    entered_ids: np.ndarray = field(default_factory=lambda: _NONE)
+    left_ids: np.ndarray = field(default_factory=lambda: _NONE)
+    left_frames: np.ndarray = field(default_factory=lambda: _NONE)
+    left_facts: np.ndarray = field(default_factory=lambda: _NO_FACTS)
+    uncount: Callable[[], None] | None = None
+    advanced: Advanced | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +60,8 @@ class Opened:
         num_evicted: ids that left it.
         num_hits: ids that it knew before.
         num_dropped: guests.
+        uncount: takes back the sightings of ids that are not admitted; None: there are none.
+        before: what can be undone, where that is kept.
     """
 
     frames: np.ndarray
@@ -42,6 +75,8 @@ class Opened:
     num_evicted: int
     num_hits: int
     num_dropped: int
+    uncount: Callable[[], None] | None = None
+    before: Before | None = None
 
     @classmethod
     def of(
@@ -123,19 +158,42 @@ class ShardState:
 
 
 @dataclass(frozen=True)
+class MergedFacts:
+    """What replica groups know together, of ids that each may know differently.
+
+    Attributes:
+        ids: int64 `[N]`, ascending, of the shards here.
+        facts: int64 `[N, 3]`: last steps + 1, counts, and scores as of these steps.
+        enters: bool `[N]`: which ids some group has in its index; the others are demoted wherever they are known.
+        clock: by which ids live.
+        changed: int64, ascending: these ids, and those that nobody knows any more.
+    """
+
+    ids: np.ndarray
+    facts: np.ndarray
+    enters: np.ndarray
+    clock: EventClock
+    changed: np.ndarray
+
+
+@dataclass(frozen=True)
 class United:
     """What `unite` has done.
 
     Attributes:
-        frames: int64 `[N]`, of the ids; −1 where they left, or did not enter.
-        entered: places of those that were unknown.
-        left_ids, left_frames: int64 `[E]`; the frames are free only after `release`.
+        frames: int64 `[N]`, of the ids; −1 where one left or did not enter, and is not demoted.
+        stays: bool `[N]`: which of them are in the index now.
+        entered: places of those that it did not know, and which have frames.
+        left_ids, left_frames: int64 `[E]`, of all ids that left it; the frames are free only after `release`.
+        left_facts: int64 `[E, 3]`.
     """
 
     frames: np.ndarray
+    stays: np.ndarray
     entered: np.ndarray
     left_ids: np.ndarray
     left_frames: np.ndarray
+    left_facts: np.ndarray
 
 
 def check_batch(table: str, ids: np.ndarray, counts: np.ndarray, scores: np.ndarray | None, scored: bool) -> None:

@@ -162,6 +162,7 @@ class CoreShardGroup:
         self._tables, self._common = [groups[index] for index in indices], common
         self._sums: OrderedSums | None = None
         self._channel: Channel | None = None
+        self._updated: int | None = 0  # after which step cores are; None: amid an update
         if device is None:
             return
         if mesh.world_size > 1:
@@ -283,6 +284,14 @@ class CoreShardGroup:
         for group, of_group in zip(self._groups, pushed, strict=True):
             group.finish(of_group)
 
+    def begin_after(self, steps: int) -> None:
+        """Says after how many steps the cores are."""
+        self._updated = steps
+
+    def rows_after(self, steps: int) -> bool:
+        """Whether the cores here are those after so many steps, wherever this is asked."""
+        return self._updated == steps
+
     def gradients(self, routes: Sequence[Route]) -> list[Tensor]:
         """Of all cores, of the ids of this rank, flat, in float64 and in the host's memory; for their norm."""
         pushed = [[route.groups[index] for route in routes] for index in self.indices]
@@ -325,10 +334,11 @@ class CoreShardGroup:
         total = sums.finish()
         if is_on_host and not self._layout.has_one_digest(total, self.mesh.world_size):
             check_rates(self.mesh, [0, 1], step)
-        totals = self._layout.views(total)
+        totals, self._updated = self._layout.views(total), None
         for group, of_group in zip(self._groups, numbers, strict=True):
             for table, cores in enumerate(group.arena.tables):
                 group.arena.apply(table, *totals[cores.table], of_group)
+        self._updated = step.number
 
     def forget(self) -> None:
         """The cores change: products made of them before are stale."""

@@ -125,6 +125,10 @@ class ReplicaSync:
         """Memory of all buffers."""
         return sum(group.num_bytes for group in self._groups)
 
+    def begin_after(self, steps: int) -> None:
+        """Says after how many steps the rows are, with nothing under way."""
+        self._updated = steps
+
     def rows_after(self, steps: int) -> bool:
         """Whether the rows here are those after so many steps, of replicas that are exact, wherever this is asked.
 

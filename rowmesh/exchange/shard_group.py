@@ -279,6 +279,11 @@ class ShardGroup:
         if self.synchronizer is not None:
             self.synchronizer.finish()
 
+    def begin_after(self, steps: int) -> None:
+        """Says after how many steps the rows are, with nothing under way."""
+        if isinstance(self.synchronizer, ReplicaSync):
+            self.synchronizer.begin_after(steps)
+
     def rows_after(self, steps: int) -> bool:
         """Whether the rows here are those after so many steps; see `ReplicaSync.rows_after`."""
         return self.synchronizer is not None and self.synchronizer.rows_after(steps)

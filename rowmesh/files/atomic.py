@@ -81,17 +81,6 @@ def synced_file(path: Path, *, name: Path | None = None) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def begin_sync(file: IO[bytes], begin: int, end: int) -> None:
-    """Has the system write bytes of a file to disk without waiting for that, where it offers it.
-
-    Linux begins by itself only when much is unwritten: the disk would stand still until `fsync`, and then the writer.
-    """
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # what cannot be written `fsync` says
-            file.flush()
-            os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-
-
 def write_text(path: Path, text: str) -> None:
     """Writes a UTF-8 file, whole or not at all; its folder must exist."""
     with replacing_file(path) as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Protocol, Self
 
 import xxhash
 
@@ -49,6 +49,16 @@ class Checksums:
         return cls(size, blocks, block)
 
 
+class Writable(Protocol):
+    """What bytes are passed on to."""
+
+    def write(self, data: Any, /) -> int: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+
+
 class ChecksumWriter:
     """Passes bytes on to a file and keeps their checksums: what is written need not be read again for them.
 
@@ -63,7 +73,7 @@ class ChecksumWriter:
         4
     """
 
-    def __init__(self, file: IO[bytes], block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, file: Writable, block_bytes: int = BLOCK_BYTES) -> None:
         self._file, self._block_bytes = file, block_bytes
         self._done: list[str] = []
         self._open, self._open_bytes = xxhash.xxh3_64(), 0

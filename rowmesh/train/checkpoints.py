@@ -20,7 +20,6 @@ from rowmesh.files.advice import described
 from rowmesh.files.links import link_tree
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.placement.text import bytes_text
-from rowmesh.saving import why_not_by_changes
 from rowmesh.train.config import Config
 from rowmesh.train.job import Job
 from rowmesh.train.resolve import anchored, resolve
@@ -65,9 +64,6 @@ class Checkpoints:
         self._config = config = job.config.checkpoint
         self.series = series_of(job.config, run)
         incremental, asynchronous = config.incremental if config.is_on else 0, config.is_on and config.asynchronous
-        if incremental and (reason := why_not_by_changes(job.embeddings)):
-            incremental = 0
-            log(f"checkpoints are full, not incremental: {reason}")
         copy_bytes = None if config.copy_bytes == AUTO else config.copy_bytes
         rules = Rules(asynchronous, incremental, config.keep_last, config.keep_every, copy_bytes)
         self._writer = Writer(self.series, job.embeddings, job.mesh, rules, last)

@@ -198,11 +198,13 @@ def cut(parameters: Sequence[torch.Tensor], least_bytes: int) -> tuple[list[int]
     return [*bounds, end], buckets
 
 
-def saved_buffers(network: nn.Module) -> list[torch.Tensor]:
-    """What a network saves beside its parameters, running means say."""
+def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
+    """What a network saves beside its parameters, by name: running means say."""
     parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     saved = network.state_dict()
-    return [tensor for name, tensor in saved.items() if name not in parameters and isinstance(tensor, torch.Tensor)]
+    return {
+        name: tensor for name, tensor in saved.items() if name not in parameters and isinstance(tensor, torch.Tensor)
+    }
 
 
 def share_buffers(network: nn.Module, mesh: Mesh, doing: str) -> None:
@@ -218,7 +220,7 @@ def share_buffers(network: nn.Module, mesh: Mesh, doing: str) -> None:
     buffers = saved_buffers(network)
     if mesh.group is None or not buffers:
         return
-    for buffer in buffers:
+    for buffer in buffers.values():
         sent = buffer.detach().cpu().contiguous()
         complete(mesh, lambda sent=sent: dist.broadcast(sent, group=mesh.group, group_src=0, async_op=True), doing)
         buffer.copy_(sent)

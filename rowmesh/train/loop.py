@@ -30,14 +30,14 @@ from rowmesh.train.checkpoints import Checkpoints
 from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.config import Config, OptimizerConfig, chosen
 from rowmesh.train.drift import Drift, configured_drift
-from rowmesh.train.gradients import SharedGradients
+from rowmesh.train.gradients import SharedGradients, saved_buffers
 from rowmesh.train.graphs import training_network
 from rowmesh.train.interval import Interval
 from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
 from rowmesh.train.progressive import Progressive
 from rowmesh.train.publications import Publications
-from rowmesh.train.random_states import random_states, set_random_states
+from rowmesh.train.random_states import random_states, seed_step, set_random_states
 from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
@@ -87,6 +87,7 @@ class Trainer:
         self._lrs: dict[str, float] = {}
         self._resumed: Mapping[str, Any] | None = None
         self._batch_weight = 0.0
+        self._keeps_buffers, self._buffers_before = False, (-1, dict[str, Tensor]())  # and after which step
         self._is_between = True  # two steps; not between the last of a step and what follows it, a line say
         self._schedulers = [make_scheduler(config.schedule, each, self.total_steps) for each in self._optimizers]
 
@@ -113,8 +114,9 @@ class Trainer:
             self._keep_bad_rows(run, stack)
             batches = stack.enter_context(closing(self._batches()))  # threads read ahead for them, until closed
             done = stack.enter_context(closing(steps(batches, self._steps_left())))
-            survivors = Survivors(self.job, run, checkpoints, drift, self._requests)
-            stack.enter_context(survivors.saving(lambda: self._standing(interval), partial(self._whole_state, best)))
+            survivors = Survivors(self.job, run, checkpoints, drift, self._requests, self.step)
+            self._keeps_buffers = not survivors.reason and bool(saved_buffers(self.job.network))
+            stack.enter_context(survivors.saving(lambda: self._standing(interval), partial(self._state_before, best)))
             self._clock.begin()
             for batch, loss in done:
                 reach("loop.step")
@@ -195,10 +197,15 @@ class Trainer:
         self._batch_weight = self.job.task.global_weight(self.job, batch, self.step)
         self._gradients.zero()
         self._embedding_optimizer.zero_grad()
+        seed_step(self.config.train.seed, self.step, self.job.mesh.rank)
+        if self._keeps_buffers:  # the network changes them before the step is done
+            buffers = {name: buffer.clone() for name, buffer in saved_buffers(self.job.network).items()}
+            self._buffers_before = self.step, buffers
         self._clock.lap("other")
 
     def _backward(self, computed: Computed) -> float:
         """Adds the gradients of some samples; returns the sum of the losses that the host got to know."""
+        reach("loop.backward")
         known = self._losses.add(computed.total, self._where)
         if computed.outputs is not None and computed.labels is not None:
             self._progressive.add(computed.outputs, computed.labels, computed.weights)
@@ -399,6 +406,13 @@ class Trainer:
             "window": window,
         }
         return {**self.state_dict(), "progress": progress}
+
+    def _state_before(
+        self, best: BestModel, intervals: list[list[float]], states: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The same where another step may have begun, which is not done."""
+        whole, (step, buffers) = self._whole_state(best, intervals, states), self._buffers_before
+        return whole | ({"network": whole["network"] | buffers} if step == self.step else {})
 
     def _batches(self) -> Generator[StepBatch]:
         """Epoch after epoch; raw rows once."""

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.changes import Changes as ChangedSlots
+from rowmesh.checkpoint.snapshot import Changed
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.stores import Retry
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
 from rowmesh.publish.generation import Generation
 from rowmesh.publish.opening import check_installed
-from rowmesh.saving import why_not_by_changes
 from rowmesh.tables import Constant, RowStore, TableSpec
 from rowmesh.train.job import Job
 
@@ -131,8 +130,7 @@ class Publications:
         if newest is not None and self._run and newest.run == self._run:
             self._before = self._published = newest.step
             log(f"generation {newest.number} has step {newest.step:,} of this run already; later ones are published")
-        if not why_not_by_changes(self._job.embeddings):
-            self._changes = self._opened.enter_context(closing(ChangedSlots(self._job.embeddings, HOOK)))
+        self._changes = self._opened.enter_context(closing(ChangedSlots(self._job.embeddings, HOOK)))
         self._publisher = publisher
         return publisher
 
@@ -144,10 +142,10 @@ class Publications:
         embeddings = self._job.embeddings
         embeddings.synchronize()
         changed = None if self._changes is None else self._changes.take()
-        marks = None if changed is None else changed.marks
-        if not all(gather_objects(self._job.mesh, marks is not None, PUBLISHING)):
+        if not all(gather_objects(self._job.mesh, changed is not None, PUBLISHING)):
             publisher.begin_anew()
-        wanted = None if publisher.is_whole else marks
+        wanted = None if publisher.is_whole else changed
+        marks = None if wanted is None else wanted.marks
         changes, ids = {}, {}
         for table in self._tables:
             if table.storage == "dynamic":
@@ -156,38 +154,41 @@ class Publications:
                 rows = _computed_rows(embeddings, table, self._job.mesh.rank, self._job.mesh.world_size)
                 changes[table.name] = Changes(rows=rows)
             else:
-                changes[table.name] = Changes(rows=_stored_rows(embeddings, table.name, wanted))
+                changes[table.name] = Changes(rows=_stored_rows(embeddings, table.name, marks))
         network = {name: tensor.detach().cpu() for name, tensor in self._job.network.state_dict().items()}
         generation = publisher.publish(step, changes, network)
         self._ids = ids
         return generation
 
-    def _of_dynamic(self, table: str, marks: Marks | None) -> tuple[Changes, npt.NDArray[np.int64]]:
-        """What is to be published of a dynamic table, and the ids that it knows here."""
+    def _of_dynamic(self, table: str, changed: Changed | None) -> tuple[Changes, npt.NDArray[np.int64]]:
+        """What is to be published of a dynamic table, and the ids that it has in fast memory here.
+
+        An id that is demoted is published when its record is put: its row may have changed before. One that comes back
+        is, when its row changes.
+        """
         records, none = self._job.embeddings.records(table), np.empty(0, np.int64)
         if records is None or not records.is_first:
             return Changes(), none
-        if records.demotes:
-            return Changes(rows=_all_known(records)), none  # such are published whole
-        of_store, pieces = None, records.rows
-        if marks is not None:
-            of_store = marks[id(records.arena)]
+        before, of_store = None, None
+        if changed is not None:
+            before, of_store = changed.known[table], changed.marks[id(records.arena)]
+        pieces = records.rows
         ids = np.concatenate([none, *(piece.rows for piece in pieces)])
 
         def chunks() -> Chunks:
             for piece in pieces:
                 kept = slice(None) if of_store is None else of_store[piece.slots] != 0
                 yield piece.rows[kept], _vectors(_rows_at(records.arena, piece.slots[kept]))
+            demoted = records.demoted(before)  # where all are wanted, the store is asked which these are
+            for piece in [] if demoted is None else demoted.rows:
+                yield piece.rows, _vectors(piece.values)
+                piece.forget()
 
-        gone = np.setdiff1d(self._ids.get(table, none), ids, assume_unique=True)
-        return Changes(rows=chunks(), deleted=gone), ids
-
-
-def _all_known(records: Records) -> Chunks:
-    """The rows of all ids that a dynamic table knows on a rank, in fast memory or demoted."""
-    for piece in (*records.demoted_rows, *records.rows):
-        yield piece.rows, _vectors(piece.values)
-        piece.forget()
+        left = np.setdiff1d(self._ids.get(table, none), ids, assume_unique=True)
+        if before is not None and (demoted := records.demoted(before)) is not None:
+            known = np.union1d(ids, demoted.ids)
+            left = np.setdiff1d(np.union1d(left, demoted.gone), known, assume_unique=True)
+        return Changes(rows=chunks(), deleted=left), ids
 
 
 def _published(table: TableSpec, seed: int) -> PublishedTable:

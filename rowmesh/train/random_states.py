@@ -1,7 +1,12 @@
-"""The random states of a process, as plain values: those of torch, of the GPU in use, of NumPy and of Python."""
+"""The random states of a process, as plain values: those of torch, of the GPU in use, of NumPy and of Python.
+
+Each step seeds torch's on the host anew, by its number and the rank: what a step draws there does not depend on what
+steps before it drew, so that nobody must know the state of a rank that is lost.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -32,6 +37,17 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(internal), gauss_next))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(_tensor(states["cuda"]), device)
+
+
+def unseeded(states: dict[str, Any]) -> dict[str, Any]:
+    """Those of `random_states` that `seed_step` does not set."""
+    return {name: state for name, state in states.items() if name != "torch"}
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds torch's random numbers on the host for a step of a rank."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little", signed=True))
 
 
 def _hex(state: torch.Tensor) -> str:

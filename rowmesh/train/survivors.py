@@ -4,6 +4,9 @@ With exact replicas each replica group holds all rows. When a rank dies, the ran
 compare which step they stand after, and write a checkpoint of it before they end; the run that is started again goes on
 from there. They meet through the store of the launcher, in a process group of their own.
 
+What batches that were opened since then decided in dynamic tables is taken back. Cores of tensor-train tables are the
+same on all ranks.
+
 Where that cannot be (a rank died amid an update, so that ranks stand after different steps), the last checkpoint is
 what there is.
 """
@@ -23,21 +26,24 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.series import BEST, remove
 from rowmesh.checkpoint.write import RowHolder
+from rowmesh.dynamic.records import Records
 from rowmesh.embeddings import LocalRows, views_of
-from rowmesh.errors import CheckpointError, PeerError
+from rowmesh.errors import CheckpointError, PeerError, RowmeshError
+from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.faults import reach
 from rowmesh.files.links import link_tree
 from rowmesh.mesh.groups import gather_in_group
 from rowmesh.mesh.patience import patiently
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import last_step
-from rowmesh.tables import TableSpec
+from rowmesh.tables import DenseArena, TableSpec
+from rowmesh.tables.cores import Cores
 from rowmesh.train.checkpoints import Checkpoints
 from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.drift import Drift
 from rowmesh.train.gradients import saved_buffers
 from rowmesh.train.job import Job
-from rowmesh.train.random_states import random_states
+from rowmesh.train.random_states import random_states, unseeded
 from rowmesh.train.requests import Requests
 from rowmesh.train.run_folder import RunFolder
 
@@ -73,16 +79,17 @@ class Survivors:
         checkpoints: of the run.
         drift: what follows the traffic.
         requests: whose signals are ignored while one is written.
+        step: after which the run begins.
 
     Attributes:
         reason: why they could write nothing; "" where they may.
     """
 
     def __init__(
-        self, job: Job, run: RunFolder, checkpoints: Checkpoints, drift: Drift | None, requests: Requests
+        self, job: Job, run: RunFolder, checkpoints: Checkpoints, drift: Drift | None, requests: Requests, step: int
     ) -> None:
         self._job, self._run, self._checkpoints, self._requests = job, run, checkpoints, requests
-        self.reason = _why_not(job, drift)
+        self.reason, self._engine = _why_not(job, drift), job.embeddings.engine
         self._members: tuple[int, ...] = ()
         if not self.reason:
             grid = job.embeddings.plan.grid(next(iter(job.embeddings.plan.replicas.values())))
@@ -90,6 +97,16 @@ class Survivors:
             self._own_state = random_states(job.embeddings.device)
             requests.finds_lost_ranks = True  # they may come to the end of the step
             self._states = gather_objects(job.mesh, self._own_state, "starting the training")
+            self._note_steps(step)
+
+    def _note_steps(self, step: int) -> None:
+        """Rows may have had steps before the first of the run, and dynamic tables batches."""
+        self._steps_before = self._engine.step_count - step
+        for each in self._engine.shard_groups.all:
+            each.begin_after(self._engine.step_count)
+        if (resolver := self._engine.resolver) is not None:
+            self._opened_before = resolver.step - step
+            resolver.keep_undo()
 
     @contextmanager
     def saving(self, standing: Callable[[], Standing], state: State) -> Iterator[None]:
@@ -116,7 +133,7 @@ class Survivors:
         is_leader = self._job.mesh.rank == self._members[0]
         try:
             text = self._write(standing, state)
-        except (OSError, CheckpointError, PeerError) as error:
+        except (OSError, RowmeshError) as error:
             text = str(error)
         except RuntimeError as error:  # of torch.distributed
             text = f"the ranks of this replica group did not meet: {(str(error) or repr(error)).splitlines()[0]}"
@@ -142,7 +159,10 @@ class Survivors:
             return f"they stand after steps {', '.join(str(step) for step, *_ in everyone)}"
         intervals = {rank: each[2] for rank, each in zip(self._members, everyone, strict=True)}
         whole = state([intervals.get(rank, [0.0] * 5) for rank in range(mesh.world_size)], self._states)
-        whole["embedding_optimizer"] |= {"step_count": standing.step}  # gradients of the next may be under way
+        # Gradients of the next step may be under way, and its batch, and more, be opened.
+        whole["embedding_optimizer"] |= {"step_count": standing.step + self._steps_before}
+        if (resolver := self._engine.resolver) is not None:
+            resolver.go_back(standing.step + self._opened_before)
         metadata = self._checkpoints.metadata(standing.step)
         with self._claimed(group, standing.step, whole["progress"]["best_step"] > 0) as place:
             rows = cast("RowHolder", _RowsOfGroup(self._job))  # to be written, it needs no more
@@ -153,10 +173,16 @@ class Survivors:
         """Why this rank is no part of a checkpoint; "" where it is."""
         if not standing.is_between:
             return "is amid the end of a step"
-        if not all(each.rows_after(standing.step) for each in self._job.embeddings.engine.shard_groups.stored):
+        resolver = self._engine.resolver
+        if self._engine.is_driven or (resolver is not None and resolver.is_opening):
+            return "has a thread that still exchanges rows"
+        steps = standing.step + self._steps_before
+        if not all(each.rows_after(steps) for each in self._engine.shard_groups.all):
             return "is amid an update of rows"
-        if random_states(self._job.embeddings.device) != self._own_state:
-            return "draws random numbers, and those of a lost rank are not known"
+        if unseeded(random_states(self._job.embeddings.device)) != unseeded(self._own_state):
+            return "draws random numbers by NumPy or Python, and those of a lost rank are not known"
+        if self._members[0] and saved_buffers(self._job.network):
+            return "has running means of its own, and a checkpoint has those of rank 0"
         if standing.lines and self._job.mesh.rank == self._members[0] and last_step(self._run.metrics) < standing.lines:
             return f"does not find the line of step {standing.lines:,} in {self._run.metrics.name}"
         return ""
@@ -191,7 +217,7 @@ class Survivors:
             try:
                 self._begin(place, claim, has_best)
             except FileExistsError:
-                problem = "another replica group writes it"
+                problem = "it is there, or another replica group writes it"
             except OSError as error:
                 problem = str(error)
         if problem := self._gather(group, problem)[0]:
@@ -221,7 +247,7 @@ class _RowsOfGroup:
     """The rows of a replica group, all of which are written by it."""
 
     def __init__(self, job: Job) -> None:
-        self._groups = job.embeddings.engine.shard_groups
+        self._groups, self._resolver = job.embeddings.engine.shard_groups, job.embeddings.engine.resolver
         self.tables: Sequence[TableSpec] = job.embeddings.tables
 
     def synchronize(self) -> None:
@@ -232,20 +258,31 @@ class _RowsOfGroup:
         _, exchange, number = self._groups.place_of(table)
         return [view for piece in exchange.address_map.owned(number) for view in views_of(exchange, piece)]
 
+    def cores(self, table: str) -> Cores:
+        """Those of a tensor-train table, which all ranks have."""
+        group, _, _ = self._groups.place_of(table)
+        assert isinstance(group, CoreShardGroup)
+        return group.cores(table)
+
+    def records(self, table: str) -> Records | None:
+        """What this rank knows of a dynamic table: within its group nobody else does."""
+        assert self._resolver is not None
+        found, (_, exchange, _) = self._resolver.tables[table], self._groups.place_of(table)
+        assert isinstance(exchange.arena, DenseArena)
+        if found.owned is None:
+            return None
+        return Records(found.spec, found.owned, exchange.arena, step=self._resolver.step)
+
 
 def _why_not(job: Job, drift: Drift | None) -> str:
     """Why those that are left could write nothing; "" where they may."""
-    config, plan, tables = job.config, job.embeddings.plan, job.embeddings.tables
+    config, plan = job.config, job.embeddings.plan
     if job.mesh.world_size == 1 or not config.checkpoint.is_on:
         return "there are no other ranks, or no checkpoints"
     if config.parallel.synchronization != "exact" or set(plan.replicas.values()) in ({1}, set()):
         return "no replica group has all rows"
-    if len(set(plan.replicas.values())) > 1 or any(table.storage == "tensor_train" for table in tables):
-        return "tables have different numbers of replicas, or cores, whose gradients are summed over all ranks"
-    if any(table.storage == "dynamic" for table in tables):
-        return "dynamic tables know the ids of the step that was not done"
-    if drift is not None or not config.pipeline.is_off or config.train.device != "cpu":
-        return "a pipeline, a plan that changes, or a GPU has rows of several steps"
-    if saved_buffers(job.network):
-        return "the network has buffers, which change before a step is done"
+    if len(set(plan.replicas.values())) > 1:
+        return "tables have different numbers of replicas"
+    if drift is not None or config.train.device != "cpu":
+        return "a plan that changes, or a GPU, has rows of several steps"
     return ""

@@ -14,17 +14,22 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Dynamic, Uniform
 from tests.support.slowed import slowed, sums_of
 
-DYNAMIC = TableSpec(
-    name="id", dim=3, storage="dynamic", dynamic=Dynamic(capacity=50, shards=2), initializer=Uniform(bound=1)
-)
+
+def dynamic(**rules):
+    initializer = Uniform(bound=1)
+    return TableSpec(name="id", dim=3, storage="dynamic", dynamic=Dynamic(shards=2, **rules), initializer=initializer)
+
+
+DYNAMIC = dynamic(capacity=50)
+DEMOTING = dynamic(capacity=24, ttl_steps=3, mode="demote", store="memory", store_capacity=30)
 DENSE = [TableSpec(name="item", num_rows=400, dim=3), TableSpec(name="user", num_rows=90, dim=5, optimizer=Adam())]
 
 
 class Training:
     """Ranks that are replicas of all rows, and step on random batches."""
 
-    def __init__(self, mesh, *, is_whole):
-        tables = [*DENSE, *([] if is_whole else [DYNAMIC])]
+    def __init__(self, mesh, *, is_whole, table=DYNAMIC):
+        tables = [*DENSE, *([] if is_whole else [table])]
         how = Synchronization("average", every=2, dense=is_whole)
         self.embeddings = EmbeddingCollection(tables, mesh=mesh, replicas=mesh.world_size, synchronization=how)
         self._optimizer, self._draw = EmbeddingOptimizer(self.embeddings), np.random.default_rng(mesh.rank)
@@ -46,8 +51,8 @@ def parts(arena):
     return [arena.rows, *(state.unsqueeze(-1) if state.dim() == 1 else state for state in arena.state.values())]
 
 
-def save_both_ways(mesh, folder, is_whole):
-    training = Training(mesh, is_whole=is_whole)
+def save_both_ways(mesh, folder, is_whole, table):
+    training = Training(mesh, is_whole=is_whole, table=table)
     training.step(3)  # between two averages
     checkpoint.save(folder / "sync", training.embeddings, {}, group=mesh.group)
     group = mesh.with_process_group("checkpoints").group
@@ -85,9 +90,13 @@ def note_changes(mesh, is_whole):
 CASES = pytest.mark.parametrize("world_size, is_whole", [(2, False), (3, False), (2, True)])
 
 
-@CASES
-def test_a_checkpoint_beside_averages_is_that_of_its_step(ranks, tmp_path, world_size, is_whole):
-    assert sum(ranks.run(save_both_ways, tmp_path, is_whole, world_size=world_size)) > 30
+@pytest.mark.parametrize(
+    "world_size, is_whole, table",
+    [(2, False, DYNAMIC), (3, False, DYNAMIC), (2, True, DYNAMIC), (2, False, DEMOTING)],
+    ids=["2-False", "3-False", "2-True", "demoting"],
+)
+def test_a_checkpoint_beside_averages_is_that_of_its_step(ranks, tmp_path, world_size, is_whole, table):
+    assert sum(ranks.run(save_both_ways, tmp_path, is_whole, table, world_size=world_size)) > 30
     assert sums_of(tmp_path / "async") == sums_of(tmp_path / "sync")
 
 

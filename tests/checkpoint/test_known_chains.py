@@ -64,13 +64,13 @@ def write_chain(mesh, folder, stream, events):
 
 
 def state_of(embeddings):
-    """All that this rank knows, by table and kind: bytes."""
+    """All that this rank knows, in fast memory or demoted, by table and kind: bytes."""
     found = {}
     for table in embeddings.tables:
         if table.storage == "dynamic" and (records := embeddings.records(table.name)) is not None:
             for kind, array in records.arrays:
                 found[table.name, kind] = array.tobytes()
-            for number, piece in enumerate(records.rows):
+            for number, piece in enumerate([*records.rows, *records.demoted_rows]):
                 found |= {
                     (table.name, kind, number): each.numpy().tobytes()
                     for kind, each in [("values", piece.values), *piece.state.items()]

@@ -8,19 +8,21 @@ import pytest
 import torch
 
 import rowmesh
-from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec
+from rowmesh import EmbeddingOptimizer, TableSpec
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.data import Batch
 from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.stores import open_records
-from rowmesh.errors import ConfigurationError, StoreError
+from rowmesh.errors import StoreError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
+from tests.dynamic.test_averages import assert_as_expected
 from tests.dynamic.test_demoted import RULES
 from tests.dynamic.test_resolver import at_the_end
 from tests.dynamic.test_traps import bags, initial, made, read, train
 from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle, run_pipeline
+from tests.support.dynamic_average import run_average_oracle
 from tests.support.redis_server import redis_server as redis_server
 from tests.support.slowed import held, sums_of
 from tests.support.tables import OPTIMIZERS
@@ -64,6 +66,17 @@ def test_replicas_have_records_of_their_own(ranks, redis_server):
     stream = stream_to(redis_server.url)
     expected = ranks.run(run_oracle, stream, 2, world_size=2)
     assert_same(ranks.run(run_pipeline, stream, "auto", 1, 1, 2, world_size=2), at_the_end(expected), replicas=2)
+
+
+@pytest.mark.parametrize("kind", ["file", "rocksdb", "redis"])
+def test_averaged_replicas_have_the_same_records(ranks, tmp_path, request, kind):
+    stream = replace(stream_to(url_of(kind, tmp_path, request)), synchronization=Synchronization("average", every=2))
+    expected = run_average_oracle(stream, 2, 2)
+    assert all(expected[0].demoted.values())
+    assert expected[0].demoted == expected[1].demoted, "the last step averages"
+    assert_as_expected(ranks.run(run_dynamic, stream, "auto", 2, world_size=2), expected)
+    seen = ranks.run(run_pipeline, stream, "auto", 2, 1, 2, world_size=2)
+    assert_as_expected(seen, expected, knows_the_end_alone=True)
 
 
 def after(embeddings, ids, times):
@@ -256,18 +269,6 @@ def test_a_store_that_has_lost_a_record_is_named_when_it_is_saved(tmp_path, requ
     assert other.statistics("item", [1, 2, 3, 4, 5, 6]).known.tolist() == [True] * 5 + [False]
     embeddings.close()
     other.close()
-
-
-def averaged(mesh):
-    table = TableSpec(
-        name="item", dim=3, storage="dynamic", dynamic=Dynamic(capacity=4, **MEMORY), initializer=Uniform(bound=0.1)
-    )
-    with pytest.raises(ConfigurationError, match="mode = 'demote' keeps records of evicted ids"):
-        EmbeddingCollection([table], mesh=mesh, replicas=2, synchronization=Synchronization("average", every=2))
-
-
-def test_averaged_replicas_are_refused_by_name(ranks):
-    ranks.run(averaged, world_size=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

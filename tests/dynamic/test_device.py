@@ -191,10 +191,19 @@ def test_what_cannot_be_is_refused():
         EmbeddingCollection(specs, device="cuda", transport="one_sided")
 
 
-@pytest.mark.parametrize("world_size, depth", [(2, 0), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_averaged_replicas_do_as_the_rules_say(ranks, world_size, depth):
-    rules = (("user", AVERAGED["lru"]), ("item", AVERAGED["frequent"]))
-    stream = replace(STREAM, rules=rules, num_steps=4, synchronization=Synchronization("average", every=2))
+RULES_OF_AVERAGES = {
+    "drop": (("user", AVERAGED["lru"]), ("item", AVERAGED["frequent"])),
+    "demote": (("user", DEMOTED["forgetting"]), ("item", DEMOTED["score"])),
+}
+SLOW_AVERAGES = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in (("drop", 4, 2), ("demote", 2, 0), ("demote", 4, 2))
+]
+
+
+@pytest.mark.parametrize("mode, world_size, depth", [("drop", 2, 0), *SLOW_AVERAGES])
+def test_averaged_replicas_do_as_the_rules_say(ranks, mode, world_size, depth):
+    rules, how = RULES_OF_AVERAGES[mode], Synchronization("average", every=2)
+    stream = replace(STREAM, rules=rules, num_steps=4, synchronization=how)
     expected = run_average_oracle(stream, world_size, 2)
     assert_as_expected(ranks.run(run_dynamic, stream, "auto", 2, world_size=world_size), expected)
     seen = ranks.run(run_pipeline, stream, "auto", depth, 1, 2, world_size=world_size)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from rowmesh.faults import arm
-from rowmesh.files.atomic import begin_sync, replacing_file, write_text
+from rowmesh.files.atomic import replacing_file, write_text
 
 
 def test_a_file_appears_whole_or_stays_as_it_was(tmp_path):
@@ -75,20 +75,3 @@ def test_two_writers_of_one_file_write_apart(tmp_path):
         assert path.read_bytes() == b"b" * 5
     assert path.read_bytes() == b"a" * 10
     assert [each.name for each in tmp_path.iterdir()] == ["plan.json"]
-
-
-def test_a_sync_that_cannot_begin_says_nothing(tmp_path, monkeypatch):
-    """What is there is written, and an error is that of `fsync`."""
-    ranges = []
-    with (tmp_path / "rows").open("wb") as file:
-        file.write(b"12345")
-        begin_sync(file, 0, 5)
-        assert (tmp_path / "rows").read_bytes() == b"12345"
-
-        def refuse(_, *where):
-            ranges.append(where[:2])
-            raise OSError(errno.EINVAL, "no regular file")
-
-        monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
-        begin_sync(file, 2, 5)
-    assert ranges == [(2, 3)]

@@ -146,6 +146,7 @@ class Seen:
     counters: dict[str, tuple[int, ...]]
     transport: str = ""
     statistics: dict[str, list[list[int]]] = field(default_factory=dict)  # of all ids at the end
+    demoted: dict[str, list[tuple]] = field(default_factory=dict)  # records at the end, as `demoted_of` has them
     # By step and table, of this rank's shards or of all: ids with counts and kinds, and those that left.
     decisions: dict[tuple[int, str], tuple[list[tuple], list[int]]] = field(default_factory=dict)
 
@@ -318,6 +319,21 @@ def known_of(embeddings: EmbeddingCollection, name: str) -> dict[int, tuple]:
     return known
 
 
+def demoted_of(embeddings: EmbeddingCollection, name: str) -> list[tuple]:
+    """The demoted ids of this rank in the order of their demotion, shard by shard: id, row, states, facts."""
+    found = embeddings.engine.records(name)
+    if found is None:
+        return []
+    demoted = []
+    for part in found.demoted_rows:
+        state = dict(part.state)
+        facts = state.pop("facts").tolist()
+        tensors = [part.values, *(state[kind] for kind in sorted(state))]
+        rows = zip(*([row.numpy().tobytes() for row in tensor] for tensor in tensors), strict=True)
+        demoted += [(i, *row, *of) for i, row, of in zip(part.rows.tolist(), rows, facts, strict=True)]
+    return demoted
+
+
 def make(mesh: Mesh, stream: Stream, transport: str = "auto", replicas: int = 1) -> EmbeddingCollection:
     options = {"transport": transport, "replicas": replicas, "synchronization": stream.synchronization}
     options |= {"device": stream.device}
@@ -409,6 +425,7 @@ def _evaluate(mesh: Mesh, stream: Stream, embeddings: EmbeddingCollection, seen:
 def _at_the_end(embeddings: EmbeddingCollection, stream: Stream, seen: Seen) -> Seen:
     seen.counters = _counters(embeddings)
     seen.statistics = {name: _plain(embeddings.statistics(name, IDS)) for name, _ in stream.rules}
+    seen.demoted = {name: demoted_of(embeddings, name) for name, rules in stream.rules if rules.mode == "demote"}
     embeddings.close()
     return seen
 

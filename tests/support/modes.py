@@ -50,13 +50,13 @@ MODES = {
         "tables.dynamic.eviction=lfu",
     ],
     "dynamic, demoting": [*_DYNAMIC, "tables.dynamic.mode=demote", "tables.dynamic.store=memory"],
-    "dynamic, demoting, pipelined, asynchronous": [
+    "dynamic, demoting, pipelined, incremental, asynchronous": [
         *_DYNAMIC,
         _PIPELINED,
         "tables.dynamic.mode=demote",
         "tables.dynamic.store=memory",
         "tables.dynamic.store_capacity=90",
-        "checkpoint.asynchronous=true",
+        *_BESIDE_STEPS,
     ],
     "asynchronous": ["checkpoint.asynchronous=true"],
     "incremental, asynchronous": _BESIDE_STEPS,

@@ -27,6 +27,14 @@ DYNAMIC = [
     "data.batch_size=16",
 ]
 """Rows come and go."""
+DEMOTING = [
+    *DYNAMIC,
+    "tables.dynamic.capacity=64",
+    "tables.dynamic.mode=demote",
+    "tables.dynamic.store=memory",
+    "tables.dynamic.store_capacity=60",
+]
+"""They go to a store, which forgets some."""
 STEPS = ["train.steps=8", "train.patience=0"]
 OFTEN = ["publish.every_steps=2", "publish.keep_last=100", "publish.whole_every=3"]
 
@@ -79,7 +87,7 @@ def chains(url, numbers):
     [
         [],
         [*DYNAMIC, "pipeline.depth=2"],
-        [*DYNAMIC, "tables.dynamic.mode=demote", "tables.dynamic.store=memory"],
+        DEMOTING,
         ["tables.storage=tiered", "tiers.fast_rows=300", "tables.dtype=bfloat16"],
         ["tables.C3.storage=tensor_train", "tables.tensor_train.optimizer.name=adagrad"],
     ],
@@ -91,19 +99,22 @@ def test_readers_have_the_model(ranks, config_file, tmp_path, options, num_ranks
     options = [*STEPS, *OFTEN, *options, f"publish.to={url}"]
     assert ranks.run(train_once, config_file, options, "no", "", world_size=num_ranks) == [""] * num_ranks
     check(url, tmp_path / "run", computed=["C3"] if "tensor_train" in str(options) else [])
-    lengths = (1, 1, 1, 1) if "tables.dynamic.mode=demote" in options else (1, 2, 3, 1)
-    assert chains(url, range(1, 5)) == list(zip((2, 4, 6, 8), lengths, strict=True))
+    assert chains(url, range(1, 5)) == list(zip((2, 4, 6, 8), (1, 2, 3, 1), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "rocksdb", "redis"])
-def test_what_is_gone_is_not_served(config_file, tmp_path, request, kind):
+@pytest.mark.parametrize(
+    "kind, tables",
+    [("parquet", DYNAMIC), ("rocksdb", DYNAMIC), ("redis", DYNAMIC), ("parquet", DEMOTING)],
+    ids=["parquet", "rocksdb", "redis", "demoting"],
+)
+def test_what_is_gone_is_not_served(config_file, tmp_path, request, kind, tables):
     if kind == "redis":
         url = request.getfixturevalue("redis_server").url
     else:
         url = f"{kind}:{tmp_path / 'published'}"
     if kind == "rocksdb":
         pytest.importorskip("rocksdict", reason="the package rocksdict is not installed")
-    run_training(resolve(config_file, [*STEPS, *DYNAMIC, "publish.every_steps=1", f"publish.to={url}"]))
+    run_training(resolve(config_file, [*STEPS, *tables, "publish.every_steps=1", f"publish.to={url}"]))
     reader = check(url, tmp_path / "run", missing="zero")
     assert len(reader.generation.chain) == 8
     for name, (ids, _) in model_rows(tmp_path / "run").items():

@@ -16,6 +16,8 @@ from rowmesh.faults import reach
 
 _ABOUT = b"rowmesh"  # a key of another length than those of records
 _BITS_A_KEY = 10.0  # of the filters: one read of a hundred is in vain
+_BLOCK_BYTES = 1024  # some records: neighbours in a shard are seldom wanted together
+_KEYS_A_BUCKET = 0.75  # of the hash table in each block
 
 
 def rocksdict() -> Any:
@@ -24,7 +26,9 @@ def rocksdict() -> Any:
 
 
 def options_of(rocks: Any) -> Any:
-    """How databases of records are kept: keys are bytes, rows are not compressed, filters spare reads in vain."""
+    """How databases of records are kept: keys are bytes, rows are not compressed, filters spare reads in vain, and a
+    record is found without a search of its block.
+    """
     options = rocks.Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_compression_type(rocks.DBCompressionType.none())
@@ -32,6 +36,9 @@ def options_of(rocks: Any) -> Any:
     options.set_keep_log_file_num(2)
     blocks = rocks.BlockBasedOptions()
     blocks.set_bloom_filter(_BITS_A_KEY, False)
+    blocks.set_block_size(_BLOCK_BYTES)
+    blocks.set_data_block_index_type(rocks.DataBlockIndexType.binary_and_hash())
+    blocks.set_data_block_hash_ratio(_KEYS_A_BUCKET)
     options.set_block_based_table_factory(blocks)
     return options
 

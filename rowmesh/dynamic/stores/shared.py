@@ -36,11 +36,15 @@ class SharedStore:
         self.record_bytes, self.store, self.lock = store.record_bytes, store, threading.Lock()
         self.frozen: FrozenStore | None = None
 
-    def freeze(self) -> FrozenStore:
-        """What it has now, to be read until that is closed; one at a time."""
+    def freeze(self, wanted: np.ndarray | None = None) -> FrozenStore:
+        """What it has now, to be read until that is closed; one at a time.
+
+        Args:
+            wanted: int64 `[N]`, ids that are read, and no others, one by one; None: all are.
+        """
         with self.lock:
             assert self.frozen is None, "one at a time"
-            self.frozen = FrozenStore(self)
+            self.frozen = FrozenStore(self, wanted)
             return self.frozen
 
     def get(self, shards: np.ndarray, ids: np.ndarray, records: np.ndarray) -> np.ndarray:
@@ -88,13 +92,17 @@ class SharedStore:
 class FrozenStore:
     """What a `SharedStore` had when this was made; for another thread than the one that changes it."""
 
-    def __init__(self, shared: SharedStore) -> None:
-        self._shared = shared
+    def __init__(self, shared: SharedStore, wanted: np.ndarray | None) -> None:
+        self._shared, self._wanted = shared, None if wanted is None else np.sort(wanted)
         # By shard, of the ids that were changed since: their records, None where there was none.
         self._kept: defaultdict[int, dict[int, np.ndarray | None]] = defaultdict(dict)
 
     def keep(self, shards: np.ndarray, ids: np.ndarray) -> None:
         """Keeps what there is of ids that are about to be changed; the store's lock is held."""
+        if self._wanted is not None:
+            places = np.searchsorted(self._wanted, ids)
+            is_wanted = self._wanted.take(places, mode="clip") == ids if len(self._wanted) else np.zeros(len(ids), bool)
+            shards, ids = shards[is_wanted], ids[is_wanted]
         pairs = zip(shards.tolist(), ids.tolist(), strict=True)
         new = np.array([i not in self._kept[shard] for shard, i in pairs], bool)
         shards, ids = shards[new], ids[new]
@@ -106,11 +114,12 @@ class FrozenStore:
             self._kept[shard][i] = record if is_there else None
 
     def ids_in(self, shard: int) -> np.ndarray:
-        """See `RecordStore.ids_in`.
+        """See `RecordStore.ids_in`; where all are wanted.
 
         Raises:
             RowmeshError: it was closed meanwhile.
         """
+        assert self._wanted is None
         with self._shared.lock:
             self._check()
             now, kept = self._shared.store.ids_in(shard), self._kept[shard]

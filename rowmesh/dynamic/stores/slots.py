@@ -5,7 +5,6 @@ They end with the process: what outlives it is in checkpoints.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,15 @@ import numpy as np
 
 from rowmesh.dynamic.stores.protocol import check_batch
 from rowmesh.errors import NoRoomError
+from rowmesh.ops.dynamic_index import Index
+from rowmesh.ops.dynamic_index.cpu import ID
 from rowmesh.tables.backing import BackingStore, MemoryStore
 from rowmesh.tables.file_store import FileStore
 
 _PIECE_RECORDS = 1 << 16
+_MOST_SLOTS = 2**32 - 1
+_SEED = 0x2545F4914F6CDD1D  # another than any table's: its shards were chosen by that
+_COLUMNS = 2  # of an index that keeps no statistics
 
 
 class SlotRecords:
@@ -42,14 +46,12 @@ class SlotRecords:
         self.record_bytes = record_bytes
         self._name = f"records of table {table!r} in {backing}"
         self._backing, self._max_records = backing, max_records
-        self._slots: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self._free: list[int] = []
-        self._unused = 0  # slots from here on were never taken
+        self._slots = _SlotIndex(max_records)
 
     def get(self, shards: np.ndarray, ids: np.ndarray, records: np.ndarray) -> np.ndarray:
         """See `RecordStore.get`."""
         check_batch(self._name, shards, ids, records.shape, self.record_bytes)
-        slots = self._find(shards, ids)
+        slots = self._slots.find(shards, ids)
         found = slots >= 0
         records[found] = self._read(slots[found])
         return found
@@ -59,32 +61,26 @@ class SlotRecords:
         check_batch(self._name, shards, ids, records.shape, self.record_bytes)
         slots = self._take(len(ids))
         try:
-            self._backing.write(slots, np.ascontiguousarray(records))
+            self._backing.write(slots.astype(np.uint32), np.ascontiguousarray(records))
         except BaseException:
-            self._free += slots.tolist()
+            self._slots.free(slots)
             raise
-        for shard, i, slot in zip(shards.tolist(), ids.tolist(), slots.tolist(), strict=True):
-            old = self._slots[shard].pop(i, None)
-            self._slots[shard][i] = slot
-            if old is not None:
-                self._free.append(old)
+        self.delete(shards, ids)
+        self._slots.insert(shards, ids, slots)
 
     def delete(self, shards: np.ndarray, ids: np.ndarray) -> None:
         """See `RecordStore.delete`."""
         check_batch(self._name, shards, ids, None, 0)
-        for shard, i in zip(shards.tolist(), ids.tolist(), strict=True):
-            slot = self._slots[shard].pop(i, None)
-            if slot is not None:
-                self._free.append(slot)
+        there = self._slots.find(shards, ids) >= 0
+        self._slots.erase(shards[there], ids[there])
 
     def ids_in(self, shard: int) -> np.ndarray:
         """See `RecordStore.ids_in`."""
-        return np.array(sorted(self._slots[shard]), np.int64)
+        return self._slots.ids_in(shard)
 
     def clear(self, shards: range) -> None:
         """See `RecordStore.clear`."""
-        self._slots.clear()
-        self._free, self._unused = [], 0
+        self._slots = _SlotIndex(self._max_records)
 
     def flush(self) -> None:
         """Waits for the disk, where there is one; the index is in memory alone."""
@@ -94,10 +90,6 @@ class SlotRecords:
         """See `RecordStore.close`."""
         self._backing.close()
 
-    def _find(self, shards: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        pairs = zip(shards.tolist(), ids.tolist(), strict=True)
-        return np.array([self._slots[shard].get(i, -1) for shard, i in pairs], np.int64)
-
     def _read(self, slots: np.ndarray) -> np.ndarray:
         records = np.empty((len(slots), self.record_bytes), np.uint8)
         if len(slots):
@@ -105,16 +97,78 @@ class SlotRecords:
         return records
 
     def _take(self, count: int) -> np.ndarray:
-        if self._max_records is not None and count > (room := len(self._free) + self._max_records - self._unused):
+        room = self._slots.room
+        if self._max_records is not None and count > room:
             raise NoRoomError(
                 f"{self._name} have room for {self._max_records}, of which {room} are free, and {count} are to be "
                 "written; give the store more"
             )
-        again = min(count, len(self._free))
-        kept = len(self._free) - again
-        slots = self._free[kept:] + list(range(self._unused, self._unused + count - again))
-        self._free, self._unused = self._free[:kept], self._unused + count - again
-        return np.array(slots, np.uint32)
+        return self._slots.take(count)
+
+
+class _SlotIndex:
+    """Which slot each id has, and which are free. A shard of the index is one of the table.
+
+    Args:
+        max_slots: that may be in use; None: any number below 2^32.
+    """
+
+    def __init__(self, max_slots: int | None) -> None:
+        self._max_slots = _MOST_SLOTS if max_slots is None else max_slots
+        num_slots = _PIECE_RECORDS if max_slots is None else max_slots
+        self._index = Index(np.empty(0, np.int64), _SEED, 1, 0, num_slots, _COLUMNS)
+        self._freed, self._num_freed = np.empty(_PIECE_RECORDS, np.int64), 0  # the last is taken first
+        self._unused = 0  # slots from here on were never taken
+
+    @property
+    def room(self) -> int:
+        """How many slots are free."""
+        return self._num_freed + self._max_slots - self._unused
+
+    def take(self, count: int) -> np.ndarray:
+        """Takes free slots, of which there must be so many."""
+        again = min(count, self._num_freed)
+        self._num_freed -= again
+        fresh = np.arange(self._unused, self._unused + count - again)
+        self._unused += len(fresh)
+        if self._unused > len(self._index.records):
+            self._index.set_num_slots(min(self._max_slots, max(self._unused, 2 * len(self._index.records))))
+        return np.concatenate([self._freed[self._num_freed : self._num_freed + again], fresh])
+
+    def free(self, slots: np.ndarray) -> None:
+        """Gives taken slots back."""
+        needed = self._num_freed + len(slots)
+        if needed > len(self._freed):
+            freed = np.empty(max(needed, 2 * len(self._freed)), np.int64)
+            freed[: self._num_freed] = self._freed[: self._num_freed]
+            self._freed = freed
+        self._freed[self._num_freed : needed] = slots
+        self._num_freed = needed
+
+    def find(self, shards: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """The slot of each id, −1 where it has none."""
+        return self._index.find(*self._located(shards, ids))
+
+    def insert(self, shards: np.ndarray, ids: np.ndarray, slots: np.ndarray) -> None:
+        """Ids that have none get taken slots."""
+        self._index.insert(*self._located(shards, ids), slots)
+
+    def erase(self, shards: np.ndarray, ids: np.ndarray) -> None:
+        """Ids that have slots lose them."""
+        self.free(self._index.erase(*self._located(shards, ids)))
+
+    def ids_in(self, shard: int) -> np.ndarray:
+        """Those of a shard that have slots, ascending."""
+        if shard >= len(self._index.headers):
+            return np.empty(0, np.int64)
+        return np.sort(self._index.records[self._index.slots_in(shard), ID])
+
+    def _located(self, shards: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        num_shards = int(shards.max(initial=-1)) + 1
+        if num_shards > len(self._index.headers):
+            self._index.add_shards(num_shards - len(self._index.headers))
+        ids = np.ascontiguousarray(ids)
+        return ids, self._index.locate(ids)[0], shards
 
 
 class _GrowingMemory:

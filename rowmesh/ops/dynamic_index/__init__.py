@@ -92,6 +92,15 @@ class Index:
         cpu.slots_in(self.headers[shard, cpu.ADDRESS], self.headers[shard, cpu.GROUPS], slots)
         return slots
 
+    def add_shards(self, count: int) -> None:
+        """More shards, without a bound, which `locate` does not know."""
+        assert self._region is None, "shards of known capacities share one memory"
+        first, more = len(self.headers), np.zeros((count, cpu.COLUMNS), np.int64)
+        more[:, cpu.NUM_LATER] = -1
+        self.headers = np.concatenate([self.headers, more])
+        self.capacities = np.concatenate([self.capacities, np.full(count, _UNBOUNDED_IDS)])
+        self._grow(np.arange(first, first + count), np.ones(count, np.int64))
+
     def clear(self, shard: int) -> None:
         """Forgets all ids of one shard."""
         self.records[self.slots_in(shard), cpu.SEEN] = 0

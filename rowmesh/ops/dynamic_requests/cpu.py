@@ -17,6 +17,7 @@ from rowmesh.ops.simd import inlined, kernel, load_i64, store_i64
 SEED, NUM_SHARDS, FIRST_SHARD, NUM_HERE, HEADERS, RECORDS, NUM_SLOTS, RECORD_COLUMNS = range(8)
 LATER, MOST_LATER, KIND, DECAY_STEPS, FIRST_ROW, OWNER_COLUMNS = 8, 9, 10, 11, 12, 13
 UNKNOWN, HITS, OUTCOME_COLUMNS = 0, 1, 2
+BEFORE_COLUMNS = 4  # slot, last step + 1, count, score where records have one
 _RANK_BITS = 32
 _intrinsic: Any = intrinsic
 
@@ -108,7 +109,7 @@ def take_rows(places, rows_at, rows):
 
 
 @kernel
-def open_known(owners, sizes, begins, ids_at, counts_at, rows_at, step, slots, hashes, shards, outcome):
+def open_known(owners, sizes, begins, ids_at, counts_at, rows_at, step, slots, hashes, shards, before, outcome):
     """Opens a step of those tables that know all ids which are asked of them; the others are left as they are.
 
     An id that several ranks ask for is counted once for each: that adds up to the same as all at once.
@@ -120,10 +121,12 @@ def open_known(owners, sizes, begins, ids_at, counts_at, rows_at, step, slots, h
             where the ids are.
         step: the one to open.
         slots, hashes, shards: scratch for the ids of the largest table.
+        before: int64 `[n, BEFORE_COLUMNS]` out: of all requests of the tables that were opened, one table after the
+            other, what was known of the id; none where that is not wanted.
         outcome: int64 `[T, OUTCOME_COLUMNS]` out: how many requests a table does not know, and how many distinct ids
             were counted.
     """
-    num_ranks = len(ids_at)
+    num_ranks, num_before = len(ids_at), 0
     for t in range(len(owners)):
         owner = owners[t]
         outcome[t, UNKNOWN], outcome[t, HITS] = 0, 0
@@ -150,6 +153,12 @@ def open_known(owners, sizes, begins, ids_at, counts_at, rows_at, step, slots, h
         outcome[t, UNKNOWN] = unknown
         if unknown > 0:
             continue
+        if len(before) > 0:
+            for i in range(at):
+                for column in range(1, owner[RECORD_COLUMNS]):
+                    before[num_before + i, column] = records[slots[i], column]
+                before[num_before + i, 0] = slots[i]
+            num_before += at
         at = 0
         for rank in range(num_ranks):
             number = sizes[rank, t]

@@ -1,0 +1,72 @@
+"""Averages: what replica groups know of all dynamic tables is made one; see `rowmesh.dynamic.merging`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rowmesh.counters import CommonCounters
+from rowmesh.dynamic.merging import DOING, MergedIds, Merging
+from rowmesh.dynamic.owned import OwnedTable
+from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.channel import Channel
+from rowmesh.mesh.waiting import gather_objects
+
+
+class Averages:
+    """All dynamic tables whose replica groups decide for themselves. Making one is collective.
+
+    Args:
+        owned: what this rank has of each, by name; all of them on all ranks that have the same shards.
+        mesh: the ranks that have the same shards, one of each replica group, in their order.
+    """
+
+    def __init__(self, owned: dict[str, OwnedTable], mesh: Mesh) -> None:
+        self._mesh, self._channel = mesh, Channel.between_hosts(mesh)
+        self.tables = {name: Merging(table) for name, table in owned.items()}
+        for name, table in owned.items():
+            table.merging = self.tables[name]
+
+    def __call__(
+        self, number: int, step: int, counters: CommonCounters, agree: Callable[[str], None]
+    ) -> dict[str, MergedIds]:
+        """Makes what groups know of each table one, or of none. Collective among all ranks of all groups.
+
+        Args:
+            number: of the last batch that was opened.
+            step: how many were opened for training.
+            counters: of messages.
+            agree: is called with what this rank cannot do, in two lines as `Owners.decide` has it; raises that on all
+                ranks of the group.
+
+        Raises:
+            NoRoomError, StoreError: some group cannot; nothing has changed then, in none.
+            PeerError: groups have opened differently many batches.
+        """
+        self._check_steps(step, counters)
+        drafts = {name: table.find(self._channel, counters) for name, table in self.tables.items()}
+        failure = ""
+        for name, each in drafts.items():
+            try:
+                self.tables[name].check(each)
+            except RowmeshError as error:
+                failure = failure or f"{type(error).__name__}\n{error}"
+        agree(self._first(failure, counters))
+        return {name: self.tables[name].unite(each, self._channel, counters, number) for name, each in drafts.items()}
+
+    def _check_steps(self, step: int, counters: CommonCounters) -> None:
+        steps = self._channel.post_gather(torch.tensor([step]), counters, DOING).wait().tolist()
+        if len(set(steps)) > 1:
+            opened = ", ".join(f"rank {self._mesh.name(rank)} {each}" for rank, each in enumerate(steps))
+            raise PeerError(
+                f"rank {self._mesh.name(self._mesh.rank)}: replicas of dynamic tables have opened differently many "
+                f"batches: {opened}; every rank must call forward and step equally often"
+            )
+
+    def _first(self, failure: str, counters: CommonCounters) -> str:
+        """What the first of the ranks with the same shards cannot do."""
+        if not self._channel.post_gather(torch.tensor([len(failure)]), counters, DOING).wait().any():
+            return ""
+        return next(text for text in gather_objects(self._mesh, failure, DOING) if text)

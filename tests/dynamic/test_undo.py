@@ -1,0 +1,71 @@
+"""What batches decided is taken back: tables are then as if these had never been opened, and go on as if so."""
+
+from collections import deque
+
+import hypothesis.strategies as st
+from hypothesis import assume, given, settings
+
+from rowmesh import EmbeddingOptimizer
+from rowmesh.dynamic.leases import Lease
+from rowmesh.errors import NoRoomError
+from rowmesh.mesh import Mesh
+from tests.dynamic.test_demoted import RULES as DEMOTING
+from tests.dynamic.test_resolver import RULES
+from tests.support.dynamic import Stream, make
+from tests.support.dynamic_streams import streams
+
+MOST_AHEAD = 3
+STREAMS = streams(RULES | {f"demoting, {name}": rules for name, rules in DEMOTING.items()})
+
+
+def saved(embeddings, stream):
+    """All that a checkpoint has of the dynamic tables."""
+    found = {}
+    for name, _ in stream.rules:
+        records = embeddings.records(name)
+        found |= {(name, kind): array.tolist() for kind, array in records.arrays}
+        for number, piece in enumerate([*records.rows, *records.demoted_rows]):
+            tensors = {"values": piece.values, **piece.state}
+            found |= {(name, number, kind): tensor.tolist() for kind, tensor in tensors.items()}
+    return found
+
+
+def train(stream: Stream, aheads: list[int], every: int, late: int) -> list[dict]:
+    """What is saved after every so many steps, before which so many batches are opened and taken back.
+
+    Batches end so many steps after their own.
+    """
+    embeddings, states = make(Mesh(), stream), []
+    optimizer, resolver = EmbeddingOptimizer(embeddings), embeddings.engine.resolver
+    assert resolver is not None
+    resolver.keep_undo()
+    held = deque[Lease]()
+    for step, ahead in zip(range(stream.num_steps), aheads, strict=False):
+        held.append(resolver.leases.begin())
+        batches = [stream.batch(step + k, 0, is_dynamic=True) for k in range(ahead)]
+        opened = [embeddings(batch) for batch in batches]
+        resolver.go_back(step)
+        del opened
+        (embeddings(stream.batch(step, 0, is_dynamic=True)).values ** 2).sum().backward()
+        optimizer.step()
+        if len(held) > late:
+            held.popleft().end()
+        if step % every == 0:  # which settles what is demoted
+            states.append(saved(embeddings, stream))
+    return [*states, saved(embeddings, stream)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    stream=STREAMS,
+    aheads=st.lists(st.integers(0, MOST_AHEAD), min_size=8, max_size=8),
+    every=st.integers(1, 9),
+    late=st.integers(0, 2),
+)
+def test_what_batches_decided_is_taken_back(stream, aheads, every, late):
+    try:
+        expected, seen = (train(stream, each, every, late) for each in ([0] * len(aheads), aheads))
+    except NoRoomError:
+        assume(False)
+    else:
+        assert seen == expected
