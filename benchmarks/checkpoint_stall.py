@@ -22,7 +22,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -52,7 +52,13 @@ class Training:
     """Steps on uniform ids, or on those of a law."""
 
     def __init__(
-        self, num_rows: int, dim: int, batch_size: int, seed: int, layers: list[int], law: Zipf | None = None
+        self,
+        num_rows: int,
+        dim: int,
+        batch_size: int,
+        seed: int,
+        layers: Sequence[int] = (256,),
+        law: Zipf | None = None,
     ) -> None:
         self.embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=num_rows, dim=dim)])
         self._optimizer = EmbeddingOptimizer(self.embeddings)
