@@ -29,13 +29,13 @@ from benchmarks import checkpoint_increments, checkpoint_layouts, checkpoint_sta
 from benchmarks.command import Options, Report, parse
 from benchmarks.measure import summarize
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
-from rowmesh.checkpoint import write
+from rowmesh.checkpoint import new_files
 from rowmesh.files.checksums import Checksums
 
 DIM = 64
 
 
-class _Unsummed(write._Output):
+class _Unsummed(new_files.Output):
     """Writes without looking at the bytes."""
 
     def write(self, data: Any) -> int:
@@ -49,7 +49,7 @@ class _Unsummed(write._Output):
 
 @contextmanager
 def _as(is_summed: bool, is_synced: bool) -> Iterator[None]:
-    with mock.patch.object(write, "_Output", write._Output if is_summed else _Unsummed):
+    with mock.patch.object(new_files, "Output", new_files.Output if is_summed else _Unsummed):
         if is_synced:
             yield
         else:

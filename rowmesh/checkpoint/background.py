@@ -147,7 +147,15 @@ class BackgroundSave:
                 rows = self._snapshot
                 rows.wait_ahead()
                 increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
-                save(folder, rows, dense, metadata=metadata, group=self._group, increment=increment)
+                save(
+                    folder,
+                    rows,
+                    dense,
+                    metadata=metadata,
+                    group=self._group,
+                    increment=increment,
+                    beside_steps=True,
+                )
                 rows.prepare_next()
         except BaseException as error:  # raised where it is waited for
             self._error = error

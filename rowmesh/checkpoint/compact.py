@@ -48,7 +48,7 @@ def compact(folder: Path) -> bool:
     dense = io.BytesIO()
     torch.save(files[0].dense(), dense)
     holder = cast("RowHolder", rows)  # to be written, it needs no more
-    save(folder, holder, dense.getbuffer(), metadata=manifest.metadata, replaces=manifest.identity)
+    save(folder, holder, dense.getbuffer(), metadata=manifest.metadata, replaces=manifest.identity, beside_steps=True)
     return True
 
 

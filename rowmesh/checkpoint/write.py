@@ -42,6 +42,7 @@ from rowmesh.checkpoint.manifest import (
     file_name,
     row_dtype,
 )
+from rowmesh.checkpoint.new_files import NewFiles, write_whole
 from rowmesh.dynamic.demoted_records import IDS as DEMOTED_IDS
 from rowmesh.dynamic.demoted_records import PREFIX
 from rowmesh.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
@@ -50,15 +51,12 @@ from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
-from rowmesh.files.atomic import naming, sync_folder, write_text
-from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter
-from rowmesh.files.direct import direct_file
+from rowmesh.files.atomic import sync_folder, write_text
+from rowmesh.files.checksums import Checksums, Writable
 from rowmesh.mesh.groups import gather_in_group
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
-
-WRITTEN_ROWS = 1 << 16  # at once, 16 MiB of 64 numbers: the disk begins with them while the next are prepared
 
 T = TypeVar("T")
 
@@ -148,6 +146,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     increment: Increment | None = None,
     replaces: Identity | None = None,
+    beside_steps: bool = False,
 ) -> None:
     """Writes a checkpoint, replacing the one in `folder` only when all of it is on disk.
 
@@ -163,6 +162,7 @@ def save(
         group: the process group; None for a single process.
         increment: which rows to write; default: all, which makes a full checkpoint.
         replaces: the increment that this one is made of.
+        beside_steps: whether training goes on meanwhile, so that large files are to pass the page cache.
 
     Raises:
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
@@ -174,7 +174,9 @@ def save(
     target = folder / token
     try:
         _together(lambda: _prepare(folder, target) if rank == 0 else None, folder, group)
-        written = _together(lambda: _write_rows(target, embeddings, dense, rank, increment), folder, group)
+        written = _together(
+            lambda: _write_rows(NewFiles(target, beside_steps), embeddings, dense, rank, increment), folder, group
+        )
         parent = None if increment is None else increment.parent
         manifest = _manifest(token, embeddings.tables, written, dict(metadata or {}), parent)
         manifest = replace(manifest, replaces=replaces)
@@ -204,21 +206,21 @@ def _prepare(folder: Path, target: Path) -> None:
 
 
 def _write_rows(
-    target: Path,
+    new: NewFiles,
     embeddings: RowHolder,
     dense: Mapping[str, Any] | memoryview,
     rank: int,
     increment: Increment | None,
 ) -> _Written:
-    parts, checksums = {}, {}
+    parts = {}
     for table in embeddings.tables:
         if table.storage == "dynamic":
-            parts[table.name] = _write_records(target, table.name, embeddings.records(table.name), rank, checksums)
+            parts[table.name] = _write_records(new, table.name, embeddings.records(table.name), rank)
             continue
         if table.storage == "tensor_train":
             files = {}
             if rank == 0:
-                files = _write_cores(target, table.name, embeddings.cores(table.name), checksums)
+                files = _write_cores(new, table.name, embeddings.cores(table.name))
             parts[table.name] = Part(rank, (), files)
             continue
         files = {}
@@ -228,47 +230,43 @@ def _write_rows(
             if changed:
                 files[ROWS] = file_name(table.name, rank, ROWS)
                 write = partial(_write_numbers, pieces=changed, dtype=row_dtype(table.num_rows))
-                checksums[files[ROWS]] = _write_file(target / files[ROWS], write, "checkpoint.write_rows")
+                new.write(files[ROWS], write, "checkpoint.write_rows")
         else:
             pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
             ranges, num_changed = tuple(RowRange.of(piece.rows) for piece in pieces), 0
         if pieces:
             names = {kind: file_name(table.name, rank, kind) for kind in ("values", *pieces[0].state)}
             files |= names
-            checksums |= _write_pieces(target, names, pieces)
+            new.write_pieces(names, pieces)
         parts[table.name] = Part(rank, ranges, files, num_changed)
     if rank == 0:
-        checksums[DENSE] = _write_file(target / DENSE, partial(_write_dense, dense), "checkpoint.write_dense")
-    reach("checkpoint.sync", target)
-    sync_folder(target)
-    return _Written(parts, checksums)
+        new.write(DENSE, partial(_write_dense, dense), "checkpoint.write_dense")
+    reach("checkpoint.sync", new.folder)
+    sync_folder(new.folder)
+    return _Written(parts, new.checksums)
 
 
-def _write_cores(target: Path, table: str, cores: Cores, checksums: dict[str, Checksums]) -> dict[str, str]:
+def _write_cores(new: NewFiles, table: str, cores: Cores) -> dict[str, str]:
     files = {}
     for name, tensor in cores.tensors.items():
         files[name] = file_name(table, 0, name)
-        write = partial(_write_whole, array=as_numpy(tensor.cpu()))
-        checksums[files[name]] = _write_file(target / files[name], write, "checkpoint.write_cores")
+        new.write(files[name], partial(write_whole, array=as_numpy(tensor.cpu())), "checkpoint.write_cores")
     return files
 
 
-def _write_records(
-    target: Path, table: str, records: Records | None, rank: int, checksums: dict[str, Checksums]
-) -> KnownPart:
+def _write_records(new: NewFiles, table: str, records: Records | None, rank: int) -> KnownPart:
     """What this rank has of a dynamic table: nothing, where that is another one's to write."""
     if records is None or not records.is_first:
         return KnownPart(rank, 0, 0, 0, 0, 0, {})
     files, sizes = {}, {}
     for kind, array in records.arrays:
         files[kind], sizes[kind] = file_name(table, rank, kind), len(array)
-        write = partial(_write_whole, array=array)
-        checksums[files[kind]] = _write_file(target / files[kind], write, "checkpoint.write_rows")
+        new.write(files[kind], partial(write_whole, array=array), "checkpoint.write_rows")
     for prefix, pieces in (("", records.rows), (PREFIX, records.demoted_rows)):
         if pieces:
             names = {kind: file_name(table, rank, prefix + kind) for kind in ("values", *pieces[0].state)}
             files |= {prefix + kind: name for kind, name in names.items()}
-            checksums |= _write_pieces(target, names, pieces)
+            new.write_pieces(names, pieces)
     shards, num_removed, num_demoted = records.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
     numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
     return KnownPart(rank, *numbers, files, num_removed, num_demoted, sizes.get(DEMOTED_REMOVED, 0))
@@ -281,47 +279,10 @@ def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
         torch.save(dict(values), file)
 
 
-def _write_whole(file: _Output, array: npt.NDArray[Any]) -> None:
-    _write_header(file, array, len(array))
-    _write_array(file, array)
-
-
-def _write_numbers(file: _Output, pieces: Sequence[ChangedRows], dtype: torch.dtype) -> None:
+def _write_numbers(file: Writable, pieces: Sequence[ChangedRows], dtype: torch.dtype) -> None:
     """Which rows there are in an increment."""
     numbers = torch.from_numpy(np.concatenate([piece.rows for piece in pieces]))
-    _write_whole(file, as_numpy(numbers.to(dtype)))
-
-
-def _write_pieces(
-    target: Path, names: Mapping[str, str], pieces: Sequence[LocalRows] | Sequence[ChangedRows]
-) -> dict[str, Checksums]:
-    """The values and states of one piece after the other, each kind as one .npy file, without a copy of the whole."""
-    count, outputs = sum(len(each.rows) for each in pieces), dict[str, _Output]()
-    with contextlib.ExitStack() as files:
-        for kind, name in names.items():
-            outputs[kind] = _Output(files.enter_context(direct_file(target / name)), BLOCK_BYTES)
-            reach("checkpoint.write_rows", target / name)
-        for number, piece in enumerate(pieces):
-            for kind, output in outputs.items():
-                array = as_numpy(piece.values if kind == "values" else piece.state[kind])
-                with naming(target / names[kind]):
-                    if number == 0:
-                        _write_header(output, array, count)
-                    _write_array(output, array)
-            piece.forget()
-    return {names[kind]: output.checksums() for kind, output in outputs.items()}
-
-
-def _write_header(file: Any, array: npt.NDArray[Any], count: int) -> None:
-    """Of a .npy file with as many rows, of the kind that an array has."""
-    shape = (count, *array.shape[1:])
-    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-
-
-def _write_array(file: _Output, array: npt.NDArray[Any]) -> None:
-    for begin in range(0, len(array), WRITTEN_ROWS):
-        file.write(np.ascontiguousarray(array[begin : begin + WRITTEN_ROWS]).data)
+    write_whole(file, as_numpy(numbers.to(dtype)))
 
 
 def _manifest(
@@ -383,33 +344,6 @@ def _remove_others(folder: Path, keep: str) -> None:
         elif path.name.startswith((f"{MANIFEST}.", f".{MANIFEST}.")):
             with contextlib.suppress(OSError):
                 path.unlink()
-
-
-class _Output(ChecksumWriter):
-    """A file whose first error is kept: torch passes on one of its own in place of it."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-
-def _write_file(path: Path, write: Callable[[_Output], Any], point: str) -> Checksums:
-    """Writes a file and waits until its content is on disk; its name is after `sync_folder`."""
-    with direct_file(path) as file:
-        output = _Output(file, BLOCK_BYTES)
-        try:
-            reach(point, path)
-            write(output)
-        except RuntimeError:
-            if output.error is None:
-                raise
-            raise output.error from None
-    return output.checksums()
 
 
 def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | None) -> list[T]:

@@ -28,15 +28,20 @@ except ImportError:  # Windows
 
 CHUNK_BYTES = 8 << 20
 _SECTOR_BYTES = 4096  # what addresses, sizes and places in the file are multiples of, on any disk of today
+_SYNCED_BYTES = 1 << 20
 _KEPT_CHUNKS = 8
 
 _spare: list[mmap.mmap] = []  # without a lock, which a process that is forked could find held
 
 
 @contextlib.contextmanager
-def direct_file(path: Path) -> Iterator[DirectFile]:
+def direct_file(path: Path, *, passes_cache: bool = True) -> Iterator[DirectFile]:
     """A file to write in order, made anew, whose content is on disk when the block ends; its name is after
     `sync_folder`.
+
+    Args:
+        path: the file.
+        passes_cache: whether it may; where nothing runs beside the writing, the cache is the faster way.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
@@ -50,7 +55,7 @@ def direct_file(path: Path) -> Iterator[DirectFile]:
         b'rows'
     """
     with naming(path), path.open("wb", buffering=0) as raw:
-        file = DirectFile(raw)
+        file = DirectFile(raw, passes_cache)
         try:
             yield file
             reach("files.write", path)
@@ -67,13 +72,14 @@ class DirectFile:
 
     Args:
         raw: the file, new, open for writing without a buffer.
+        passes_cache: whether it may; else there are no chunks.
 
     Attributes:
         is_direct: whether what is written now passes the cache.
     """
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._written = raw, 0
+    def __init__(self, raw: IO[bytes], passes_cache: bool) -> None:
+        self._raw, self._passes_cache, self._written = raw, passes_cache, 0
         self._chunk: mmap.mmap | None = None
         self._used = 0
         self._thread: threading.Thread | None = None
@@ -84,6 +90,10 @@ class DirectFile:
         """Takes the bytes of any contiguous buffer; returns how many."""
         view = np.asarray(memoryview(data).cast("B"))
         begin = 0
+        if not self._passes_cache:
+            for begin in range(0, len(view), CHUNK_BYTES):
+                self._put(view[begin:], min(CHUNK_BYTES, len(view) - begin))
+            return len(view)
         while begin < len(view):
             if self._chunk is None:
                 self._chunk, self._used = _take(), 0
@@ -153,7 +163,7 @@ class DirectFile:
             _give(self._chunk)
             self._chunk = None
 
-    def _put(self, chunk: mmap.mmap, count: int) -> None:
+    def _put(self, chunk: Any, count: int) -> None:
         begin, at = self._written, 0
         while at < count:
             with memoryview(chunk) as whole, whole[at:count] as left:
@@ -161,7 +171,7 @@ class DirectFile:
             at, self._written = at + done, self._written + done
             if done % _SECTOR_BYTES:  # a disk that is full, which the next call says
                 self._set_direct(False)
-        if not self.is_direct:
+        if not self.is_direct and count >= _SYNCED_BYTES:
             self._begin_sync(begin)
 
     def _write_some(self, part: memoryview) -> int:

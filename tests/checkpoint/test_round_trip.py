@@ -11,7 +11,7 @@ import torch
 import xxhash
 from hypothesis import given
 
-from rowmesh.checkpoint import CheckpointError, load, read_manifest, save, write
+from rowmesh.checkpoint import CheckpointError, load, new_files, read_manifest, save, write
 from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.embeddings import LocalRows
 from rowmesh.files.checksums import checksums_of
@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_no_empty_folder(tmp_path, monkeypatch):
     def fill(*_, **__):
         raise OSError("4208 requested and 3040 written")  # as writers of arrays do
 
-    monkeypatch.setattr(write, "_write_array", fill)
+    monkeypatch.setattr(new_files, "_write_array", fill)
     with pytest.raises(CheckpointError, match=r"only a part was written \(4208 .*\); is the disk full"):
         save(tmp_path / "model", Cyclic(TABLES), DENSE)
     assert list(tmp_path.iterdir()) == []
@@ -286,7 +286,7 @@ def test_a_flipped_bit_in_any_file_is_noticed(saved, position):
 
 def test_only_blocks_that_are_read_are_verified_and_each_once(tmp_path, monkeypatch):
     table = TableSpec(name="item", num_rows=1000, dim=8, optimizer=SGD())  # 16 rows in 512 bytes
-    monkeypatch.setattr("rowmesh.checkpoint.write.BLOCK_BYTES", 512)
+    monkeypatch.setattr("rowmesh.checkpoint.new_files.BLOCK_BYTES", 512)
     save(tmp_path, Cyclic([table]).fill(), {})
     manifest, summed = read_manifest(tmp_path), []
     digest = xxhash.xxh3_64_hexdigest

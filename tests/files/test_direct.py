@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rowmesh import EmbeddingCollection, TableSpec, checkpoint
+from rowmesh.checkpoint import new_files
+from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.files import direct
 from rowmesh.files.direct import CHUNK_BYTES, direct_file
 
@@ -45,6 +48,30 @@ def test_memory_of_chunks_is_used_again(tmp_path, monkeypatch):
             second.write(b"2")
         assert len(spare) == 2
     assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"1", b"2")
+
+
+@needs_direct
+def test_only_what_is_written_beside_steps_passes_the_cache(tmp_path, monkeypatch):
+    passes, make = [], new_files.direct_file
+
+    def note(path, *, passes_cache):
+        passes.append(passes_cache)
+        return make(path, passes_cache=passes_cache)
+
+    monkeypatch.setattr(new_files, "direct_file", note)
+    rows = EmbeddingCollection([TableSpec(name="item", num_rows=4, dim=2)])
+    checkpoint.save(tmp_path / "at once", rows, {})
+    assert passes
+    assert not any(passes)
+    passes.clear()
+    BackgroundSave(tmp_path / "beside", rows, {}).wait()
+    assert passes
+    assert all(passes)
+    content = drawn(2 * CHUNK_BYTES + 5)
+    with direct_file(tmp_path / "rows", passes_cache=False) as file:
+        file.write(content)
+        assert not file.is_direct
+    assert (tmp_path / "rows").read_bytes() == content
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
