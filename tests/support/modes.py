@@ -58,6 +58,13 @@ MODES = {
         "tables.dynamic.store_capacity=90",
         *_BESIDE_STEPS,
     ],
+    "dynamic, averaged replicas, demoting, incremental, asynchronous": [
+        *_DYNAMIC,
+        *_AVERAGED,
+        "tables.dynamic.mode=demote",
+        "tables.dynamic.store=memory",
+        *_BESIDE_STEPS,
+    ],
     "asynchronous": ["checkpoint.asynchronous=true"],
     "incremental, asynchronous": _BESIDE_STEPS,
     "adam": ['tables.optimizer.name="adam"', 'schedule.name="cosine"', "schedule.warmup_steps=4"],
