@@ -30,10 +30,15 @@ class FrameList:
         """The frames of ids, ascending."""
         return np.flatnonzero(self._state == _TAKEN)
 
+    @property
+    def num_free(self) -> int:
+        """Frames that can be taken."""
+        self._refresh()
+        return len(self._stack) + len(self._state) - self._unused
+
     def check(self, count: int) -> None:
         """Raises where fewer frames are free."""
-        self._refresh()
-        free = len(self._stack) + len(self._state) - self._unused
+        free = self.num_free
         if count > free:
             leased = int((self._state == _LEASED).sum())
             raise NoRoomError(

@@ -56,14 +56,16 @@ class Owners:
 
     def release(self, first: int) -> str:
         """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""
-        while self._kept and self._kept[0][0] < first:
-            self._spare.append(self._kept.popleft()[1])
-        try:
-            for owned in self._all:
+        failure = ""
+        for owned in self._all:
+            try:
                 owned.release(first)
-        except RowmeshError as error:
-            return f"{type(error).__name__}\n{error}"
-        return ""
+            except RowmeshError as error:
+                failure = failure or f"{type(error).__name__}\n{error}"
+        if not failure:  # else a table still has what known ids were
+            while self._kept and self._kept[0][0] < first:
+                self._spare.append(self._kept.popleft()[1])
+        return failure
 
     def keep_undo(self) -> None:
         """From here on what a batch decided can be taken back, until it has ended on all ranks."""

@@ -390,7 +390,10 @@ class DynamicShards:
         """Raises NoRoomError where `unite` cannot be carried out; changes nothing."""
         batch, frames, stays = self._find_merged(merged)
         self._room.check_leaving(self._surplus(batch, frames, stays))
-        needs = frames < 0 if rows_at is None else (frames < 0) & (rows_at < 0)
+        needs = (frames < 0) & (stays if rows_at is None else rows_at < 0)
+        if rows_at is None and needs.sum() > self._frames.num_free:
+            self._find_surplus(batch, frames, stays, merged.facts)
+            needs &= stays  # those that a full shard takes
         self._frames.check(int(needs.sum()))
 
     def unite(self, merged: MergedFacts, rows_at: np.ndarray | None) -> United:
@@ -458,10 +461,17 @@ class DynamicShards:
         waiting = np.flatnonzero((frames < 0) & stays & np.isin(batch.shards, full))
         ids = np.concatenate([self._index.ids_of(here), batch.ids[waiting]])
         shards = np.concatenate([np.repeat(full, [len(each) for each in held]), batch.shards[waiting]])
-        of_ids = np.concatenate([self._index.facts(here), facts[waiting]])
+        of_ids = np.concatenate([self._merged_facts(here, frames, facts), facts[waiting]])
         leaving = smallest(ids, of_ids, shards, surplus, self._kind, self.rules.decay_steps, self._step)
         stays[waiting[leaving[leaving >= len(here)] - len(here)]] = False
         return here[leaving[leaving < len(here)]]
+
+    def _merged_facts(self, here: np.ndarray, frames: np.ndarray, facts: np.ndarray) -> np.ndarray:
+        """Facts of the ids in frames: those of the merged ones, and of others what is known."""
+        order = np.argsort(frames)
+        places = order[np.minimum(np.searchsorted(frames, here, sorter=order), len(frames) - 1)]
+        is_merged = frames[places] == here
+        return np.where(is_merged[:, None], facts[places], self._index.facts(here))
 
     def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""

@@ -60,7 +60,6 @@ class Opened:
         num_evicted: ids that left it.
         num_hits: ids that it knew before.
         num_dropped: guests.
-        uncount: takes back the sightings of ids that are not admitted; None: there are none.
         before: what can be undone, where that is kept.
     """
 
@@ -75,7 +74,6 @@ class Opened:
     num_evicted: int
     num_hits: int
     num_dropped: int
-    uncount: Callable[[], None] | None = None
     before: Before | None = None
 
     @classmethod

@@ -203,7 +203,10 @@ class DirectFile:
 
 
 def _take() -> mmap.mmap:
-    """Memory of a chunk, which begins on a page. A process that is forked has its own copy, not the same memory."""
+    """Memory of a chunk, which begins on a page. A process that is forked has its own copy, not the same memory.
+
+    Such memory must not be forked while a disk writes into it. Here a disk reads it, and nobody writes until it has.
+    """
     with contextlib.suppress(IndexError):
         return _spare.pop()
     return mmap.mmap(-1, CHUNK_BYTES, access=mmap.ACCESS_COPY)

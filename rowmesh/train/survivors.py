@@ -137,6 +137,8 @@ class Survivors:
             text = str(error)
         except RuntimeError as error:  # of torch.distributed
             text = f"the ranks of this replica group did not meet: {(str(error) or repr(error)).splitlines()[0]}"
+        except (AssertionError, LookupError) as error:  # a fault of rowmesh must not hide which rank was lost
+            text = f"what batches decided could not be taken back: {error!r}"
         if not text:
             step = standing.step
             text = f"checkpoint after step {step:,} by ranks {list(self._members)}, which are all of a replica group"

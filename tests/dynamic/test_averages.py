@@ -157,6 +157,35 @@ def test_what_other_groups_bring_is_evicted_in_its_turn():
         assert evicted == [6 if step == 50 else 3]
 
 
+@pytest.mark.parametrize("num_late", [4, 5])
+def test_an_average_needs_frames_for_ids_that_enter_alone(num_late):
+    shards = DynamicShards("user", Dynamic(capacity=10, shards=1), range(1), num_frames=14)
+    shards.open(np.arange(10), np.ones(10, np.int64), step=5)
+    ids = np.arange(20)  # of a group that has seen the last ones later, and others before
+    seen = np.where(ids < 10, 6, np.where(ids < 20 - num_late, 1, 8))
+    facts = np.stack([seen, np.ones(20, np.int64), np.zeros(20, np.int64)], axis=1)
+    merged = MergedFacts(ids, facts, np.ones(20, bool), EventClock(0), ids)
+    if num_late > 4:
+        with pytest.raises(NoRoomError, match="needs 5 frames, and 4 of 14 are free"):
+            shards.check_merged(merged, None)
+        return
+    shards.check_merged(merged, None)
+    united = shards.unite(merged, None)
+    assert ids[united.entered].tolist() == [16, 17, 18, 19]
+    assert sorted(united.left_ids.tolist()) == [0, 1, 2, 3]
+
+
+def test_an_average_judges_ids_by_what_groups_know_together():
+    shards = DynamicShards("user", Dynamic(capacity=2, shards=1), range(1), num_frames=3)
+    shards.open(np.array([1]), np.ones(1, np.int64), step=5)
+    shards.open(np.array([2]), np.ones(1, np.int64), step=6)
+    merged = MergedFacts(
+        np.array([1, 3]), np.array([[9, 1, 0], [8, 1, 0]]), np.ones(2, bool), EventClock(0), np.array([1, 3])
+    )
+    shards.check_merged(merged, None)
+    assert shards.unite(merged, None).left_ids.tolist() == [2], "the other group has seen 1 since"
+
+
 def table(**rules):
     options = {"initializer": Uniform(bound=0.5), "optimizer": Adam(lr=0.1)}
     return TableSpec(name="item", dim=3, storage="dynamic", dynamic=Dynamic(**rules), **options)
