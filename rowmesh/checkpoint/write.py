@@ -42,7 +42,7 @@ from rowmesh.checkpoint.manifest import (
     file_name,
     row_dtype,
 )
-from rowmesh.checkpoint.new_files import NewFiles, write_whole
+from rowmesh.checkpoint.new_files import NewFiles, Piece, write_whole
 from rowmesh.dynamic.demoted_records import IDS as DEMOTED_IDS
 from rowmesh.dynamic.demoted_records import PREFIX
 from rowmesh.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
@@ -61,17 +61,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class LocalRows(Protocol):
+class LocalRows(Piece, Protocol):
     """Some rows of a table in this rank's memory: their numbers, values and optimizer state."""
 
     @property
     def rows(self) -> range: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def state(self) -> Mapping[str, Tensor]: ...
     def commit(self) -> None: ...
-    def forget(self) -> None: ...
 
 
 class Cores(Protocol):
@@ -113,16 +108,11 @@ class RowHolder(Protocol):
     def go_on_after(self, table: str, step: int) -> None: ...
 
 
-class ChangedRows(Protocol):
+class ChangedRows(Piece, Protocol):
     """As `LocalRows`, for rows that have no order."""
 
     @property
     def rows(self) -> npt.NDArray[np.int64]: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def state(self) -> Mapping[str, Tensor]: ...
-    def forget(self) -> None: ...
 
 
 class Increment(NamedTuple):
