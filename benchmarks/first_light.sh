@@ -8,6 +8,7 @@
 #   OUT      where output goes (first_light): STAGE.log, results as JSON lines, summary.txt
 #   PYTHON   the interpreter that has torch for the GPU (python3); a rowmesh that is not installed is read from here
 #   WHEELS   a folder of wheels: what the interpreter lacks is installed from it, without a network
+#   JOBS     processes that test side by side (0: one after the other, in one process)
 #
 # A stage that fails or runs past its limit does not stop the next; the exit status is the number of those that did.
 set -uo pipefail
@@ -15,6 +16,7 @@ cd "$(dirname "$0")/.." || exit 1
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-first_light}
 WHEELS=${WHEELS:-}
+JOBS=${JOBS:-0}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset TRITON_INTERPRET
 
@@ -50,14 +52,15 @@ CODE
     "$PYTHON" -m rowmesh.cli env
 }
 
-tests() { # an argument's underscores in -m and -k expressions are spaces
+# An argument's underscores in -m and -k expressions are spaces. Other versions of libraries warn of other things.
+tests() {
     local words=() expression=
     for word in "$@"; do
         [[ -n $expression ]] && word=${word//_/ }
         [[ $word == -m || $word == -k ]] && expression=1 || expression=
         words+=("$word")
     done
-    "$PYTHON" -m pytest -v -n 0 --durations 15 "${words[@]}"
+    PYTHONWARNINGS=default "$PYTHON" -m pytest -v -n "$JOBS" --dist worksteal --durations 15 -o filterwarnings=default "${words[@]}"
 }
 
 sanitize() { # every tensor in memory of its own, or what is next to it would hide an error
@@ -86,7 +89,7 @@ if [[ -n $WHEELS ]]; then
     "$PYTHON" -m pip install --quiet --no-index --no-deps --find-links "$WHEELS" "$WHEELS"/*.whl || exit 1
 fi
 export -f what tests sanitize run bench
-export PYTHON OUT
+export PYTHON OUT JOBS
 
 failed=0
 while read -r name limit command; do

@@ -61,20 +61,18 @@ def route_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         device,
         address_map.ranges,
         address_map.index,
-        address_map.num_rows,
         num_kinds=1,
-        num_replying=1,
         world_size=_RANKS,
         rank=0,
         ranks_per_node=_RANKS,
         key_stride=address_map.key_stride,
     )
-    flags, num_unique = torch.zeros(1, dtype=torch.int64, device=device), int(found.num_unique)
+    num_unique = int(found.num_unique)
     start, shift, modulus, first, divisor, base = device_map.ranges[:6]  # one range a table
     unique, counts = found.unique[:num_unique], found.counts[:num_unique].to(torch.int64)
 
     def ours() -> route_ops.Routed:
-        return route_ops.route(device_map, flags, found.unique, found.offsets, found.counts)
+        return route_ops.route(device_map, found.unique, found.offsets, found.counts)
 
     def peer() -> tuple[Tensor, ...]:
         tables = torch.arange(NUM_TABLES, device=device)
@@ -93,10 +91,10 @@ def route_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
         routed, (keys, order, numbers) = ours(), peer()
         assert torch.equal(routed.keys[:num_unique], keys), "route: keys differ from torch's"
         assert torch.equal(routed.uniques[:num_unique], order), "route: the order differs from torch's"
-        assert torch.equal(routed.sizes[1:], numbers.flatten()), "route: sizes differ from torch's"
+        assert torch.equal(routed.counts.flatten(), numbers[0]), "route: counts differ from torch's"
+        assert torch.equal(routed.accesses.flatten(), numbers[1]), "route: accesses differ from torch's"
 
-    # Read: ids and counts; written: keys, which id each is, places.
-    moved = num_unique * (_ID_BYTES + 3 * _KEY_BYTES + _ID_BYTES)
+    moved = num_unique * (_ID_BYTES + 3 * _KEY_BYTES)  # read: ids and counts; written: keys, which id each is
     yield Case(f"route {num_unique} ids, {_RANKS} ranks", ours, {"argsort, index_add": peer}, moved, check, {})
 
 

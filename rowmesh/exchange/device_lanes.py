@@ -283,6 +283,7 @@ class NodeLane(CopiesLane):
         if max(counts):
             slots, sums, entries = self._share(merging, gradients, self._between, counts)
             merged = self._merge(slots[entries], most=len(counts))
+            assert merged.order is not None
             self.exchange.apply(replace(merged, order=entries[merged.order], gradients=sums), update)
 
 

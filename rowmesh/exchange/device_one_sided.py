@@ -350,7 +350,7 @@ def _by_owner(group: DeviceRouteGroup) -> Tensor:
 
 def _numbers(group: DeviceRouteGroup) -> Tensor:
     """int64: unique ids by destination and segment, and ids."""
-    return group.look_up.found.sizes[1:]
+    return group.look_up.found.sizes.flatten()
 
 
 def _where(sizes: Sequence[int], world_size: int) -> np.ndarray:

@@ -43,7 +43,7 @@ from rowmesh.ops.transfer import upload
 from rowmesh.ops.window import place_own
 from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap
-from rowmesh.placement.address_map import COPIES, FLAGS, REPLIES
+from rowmesh.placement.address_map import COPIES
 from rowmesh.placement.places import SlotTables
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
@@ -141,7 +141,7 @@ class GroupExchange:
 
         address_map, dtype = self.address_map, compute_dtype(self.group.dtype)
         if is_computed:
-            return DeviceLookUps(None, None, dtype)
+            return DeviceLookUps(None, dtype)
         assert set(address_map.kinds) <= {"direct", "node", "replicated"}
         is_apart = not asks_owners and "replicated" in address_map.kinds
         self.num_destinations += is_apart
@@ -156,16 +156,13 @@ class GroupExchange:
             device,
             address_map.ranges_without_owner("replicated") if is_apart else address_map.ranges,
             address_map.index,
-            address_map.num_rows,
             num_kinds=len(address_map.kinds),
-            num_replying=len(set(address_map.kinds) & REPLIES),
             world_size=self.num_destinations,
             rank=self.rank,
             ranks_per_node=address_map.plan.ranks_per_node,
             key_stride=address_map.key_stride,
         )
-        flags = torch.tensor([FLAGS[kind] for kind in address_map.kinds], dtype=torch.int64, device=device)
-        return DeviceLookUps(device_map, flags, dtype)
+        return DeviceLookUps(device_map, dtype)
 
     def freeze(self, *, is_frozen: bool) -> None:
         """Rows are looked up and not updated from now on, or are trained again."""

@@ -8,6 +8,7 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -24,7 +25,9 @@ from rowmesh.layout import Layouts
 from rowmesh.ops.look_up import HostLookUp, UniqueIds
 from rowmesh.ops.look_up.device import DeviceIds, DeviceLookUp
 from rowmesh.ops.memory import Scratch, held_bytes
+from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.streams import Mark
 from rowmesh.ops.tensor_train import Lookup
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from rowmesh.exchange.collective import Incoming
     from rowmesh.exchange.device_lanes import Requests
     from rowmesh.exchange.group import GroupExchange
+
+_MOST_SHAPES = 64  # of batches that a device remembers
 
 Moment = tuple[int, int]
 """Which look-up this is, and after how many steps; for messages."""
@@ -104,7 +109,7 @@ class RouteGroup(Generic[L]):
         if isinstance(look_up, HostLookUp):
             traffic.add(address_map, look_up.send.segment_offsets, look_up.send.accesses)
         else:  # the host learns it when that is taken
-            traffic.add_on_device(address_map, look_up.found.sizes[1:])
+            traffic.add_on_device(address_map, look_up.found.sizes)
 
     def release(self) -> None:
         """Gives memory back; rows may leave fast memory."""
@@ -128,13 +133,17 @@ class LateIdCheck:
 
     Attributes:
         outside: int64 `[F]` on the device: such ids of each feature.
-        refused: int64 `[1]` on the device: how many of them are not to be mapped.
     """
 
-    def __init__(self, outside: Tensor, refused: Tensor, route: Route, moment: Moment | None) -> None:
-        self.outside, self.refused, self._moment = outside, refused, moment
+    def __init__(self, outside: Tensor, refuses: Tensor, route: Route, moment: Moment | None) -> None:
+        self.outside, self._refuses, self._moment = outside, refuses, moment
         self._groups, self._ids = route.groups, route.batch.ids
         self._is_done = False
+
+    @property
+    def refused(self) -> Tensor:
+        """int64 `[1]` on the device: how many of them are not to be mapped."""
+        return (self.outside * self._refuses).sum(0, keepdim=True)
 
     def check(self, outside: Sequence[int], rank: int) -> None:
         """Counts ids that were mapped, and refuses the batch where a table says so.
@@ -222,6 +231,26 @@ Routed = Route | ShardGroupRoute
 """What a transport sees of a route."""
 
 
+class _DeviceShape(NamedTuple):
+    """Where everything is in a batch, as a device reads it.
+
+    Attributes:
+        layouts: of each group.
+        segments: where the ids of each table begin, counted from its group's first; for each group.
+        offsets: int64 `[F + 1]` on the device: where the ids of each feature begin.
+        of_groups: `segments`, on the device.
+        bags: of each group, without weights.
+        mark: after which the device has them.
+    """
+
+    layouts: Sequence[GroupLayout]
+    segments: Sequence[Sequence[int]]
+    offsets: Tensor
+    of_groups: Sequence[Tensor]
+    bags: Sequence[Bags]
+    mark: Mark
+
+
 class _Memory:
     """What a route needs beside the look-ups of its groups; lent to it."""
 
@@ -261,6 +290,7 @@ class Router:
         self.device_tables: Collection[str] = ()
         self._takes_scores = any(table.takes_scores for group in groups for table in group.tables)
         self._ids: DeviceIds | None = None
+        self._shapes: dict[tuple[int, int, bool], _DeviceShape] = {}
         if device is not None:
             tables = [table for group in groups for table in group.tables for _ in table.features]
             rows = [None if table.out_of_range == "error" else table.out_of_range for table in tables]
@@ -345,17 +375,17 @@ class Router:
         The ids are brought into the order of the tables before, by the host where the features of the batch are in
         another order.
         """
-        self._layouts.check(batch)
+        if batch.features != self._features:
+            self._layouts.check(batch)
         batch = batch.routed(device_ids.offsets_room)
         batch = batch if batch.features == self._features else batch.select(self._features)
-        layouts = self._layouts(batch)
-        segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
+        shape = self._shape_of(batch, device_ids)
         framed = None
         if resolve is not None:
-            begins = accumulate((layout.num_ids for layout in layouts), initial=0)
+            begins = accumulate((layout.num_ids for layout in shape.layouts), initial=0)
             dynamic = [
                 self._dynamic_ids(exchange, [begin + bound for bound in bounds])
-                for exchange, begin, bounds in zip(exchanges, begins, segments, strict=False)
+                for exchange, begin, bounds in zip(exchanges, begins, shape.segments, strict=False)
                 if exchange.is_dynamic
             ]
             framed = put_frames(batch.ids, dynamic, resolve, batch.scores)
@@ -368,22 +398,43 @@ class Router:
             weights = weights if weights.dtype in (torch.float32, torch.float64) else weights.float()
             weights = device_ids.upload(weights)
         ids = device_ids.upload(batch.ids) if framed is None else framed.upload(device_ids.upload)
+        rows, outside = device_ids.bound(ids, shape.offsets)
+        route.late = LateIdCheck(outside, device_ids.refuses, route, moment)
+        first = 0
+        for exchange, layout, begins, bags in zip(exchanges, shape.layouts, shape.of_groups, shape.bags, strict=True):
+            own = slice(first, first + layout.num_ids)
+            bags = bags if weights is None else replace(bags, weights=weights[own])
+            route.groups.append(exchange.route_on_device(rows[own], begins, layout, bags))
+            first = own.stop
+        for exchange, group in zip(exchanges, route.groups, strict=True):
+            exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
+        return route
+
+    def _shape_of(self, batch: SparseBatch, device_ids: DeviceIds) -> _DeviceShape:
+        """Where everything is in a batch; the device is told once of batches with equal bags."""
+        if batch.bag_size is None:
+            return self._describe(batch, device_ids)
+        key = batch.batch_size, batch.bag_size, batch.weights is None
+        if (shape := self._shapes.get(key)) is None:
+            shape = self._describe(batch, device_ids)
+            if len(self._shapes) < _MOST_SHAPES:  # none is ever taken back: a stream may be reading it
+                self._shapes[key] = shape
+        device_ids.wait_for(shape.mark)
+        return shape
+
+    def _describe(self, batch: SparseBatch, device_ids: DeviceIds) -> _DeviceShape:
+        layouts = self._layouts(batch)
+        segments = [table_bounds(group, layout) for group, layout in zip(self._groups, layouts, strict=True)]
         jagged = device_ids.upload(batch.offsets) if batch.bag_size is None else None
         bounds = [0, *(int(end) for layout in layouts for end in layout.features[:, 1])]
         numbers = torch.tensor([*bounds, *(number for part in segments for number in part)], device="cpu")
         offsets, *of_groups = device_ids.upload(numbers).split([len(bounds), *map(len, segments)])
-        rows, outside, refused = device_ids.bound(ids, offsets)
-        route.late = LateIdCheck(outside, refused, route, moment)
-        place, first = 0, 0
-        for exchange, layout, begins in zip(exchanges, layouts, of_groups, strict=True):
-            own = slice(first, first + layout.num_ids)
-            first_bags = (place + np.arange(layout.num_features)) * batch.batch_size
-            bags = device_ids.bags(layout, first_bags, jagged, None if weights is None else weights[own])
-            route.groups.append(exchange.route_on_device(rows[own], begins, layout, bags))
-            place, first = place + layout.num_features, own.stop
-        for exchange, group in zip(exchanges, route.groups, strict=True):
-            exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
-        return route
+        places = accumulate((layout.num_features for layout in layouts), initial=0)
+        bags = [
+            device_ids.bags(layout, (place + np.arange(layout.num_features)) * batch.batch_size, jagged)
+            for place, layout in zip(places, layouts, strict=False)
+        ]
+        return _DeviceShape(layouts, segments, offsets, of_groups, bags, device_ids.mark())
 
     def _dynamic_ids(self, exchange: GroupExchange, bounds: Sequence[int]) -> DynamicIds:
         on_device = [table.name in self.device_tables for table in exchange.group.tables]
@@ -397,8 +448,9 @@ class Router:
 
 def table_bounds(group: TableGroup, layout: GroupLayout) -> list[int]:
     """Where the ids of each table begin, counted from the group's first, and where the last one's end."""
-    lengths = iter((layout.features[:, 1] - layout.features[:, 0]).tolist())
-    return list(accumulate((sum(next(lengths) for _ in table.features) for table in group.tables), initial=0))
+    lengths = layout.features[:, 1] - layout.features[:, 0]
+    ends = list(accumulate(lengths.tolist(), initial=0))
+    return [ends[feature] for feature in group.feature_bounds]
 
 
 def refused_ids(feature: str, table: TableSpec, ids: Tensor) -> str:

@@ -156,7 +156,7 @@ class LocalTransport(Transport):
         pinned = [group.pinned for group in groups]
         if len(groups) == 1:
             look_up = groups[0].look_up
-            merged = singles(look_up.places.to(torch.int64), look_up.unique.num_unique.to(torch.int32))
+            merged = singles(look_up.places.to(torch.int64), look_up.unique.num_unique)
             exchange.apply(merged.with_gradients(look_up.summed), update, num=look_up.num_found)
             exchange.count_alone(groups[0])
         else:

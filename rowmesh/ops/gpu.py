@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,9 @@ _TILE_BYTES = 8192
 # Threads of a pipeline launch, too. The interpreter has one state for all of them, and Triton does not say that two may
 # compile a kernel, or load it, at once.
 _launching = threading.Lock()
+# What was compiled, with the constants that end its arguments; see `_kind_of`. Triton finds it again at every launch,
+# which takes the host longer than most kernels take a GPU.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 class Signature(NamedTuple):
@@ -71,9 +73,34 @@ def launch(kernel: Any, programs: int | tuple[int, ...], *arguments: Any, num_wa
     if 0 in grid:
         return
     device = arguments[0].device
-    # Triton launches on the current device, which need not be that of the tensors.
-    with _launching, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=False, **constants)
+    if device.type != "cuda":
+        with _launching:
+            kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=False, **constants)
+        return
+    if device.index != torch.cuda.current_device():  # where Triton launches, wherever the tensors are
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, num_warps=num_warps, **constants)
+        return
+    key = kernel, device.index, num_warps, tuple(constants.items()), tuple(map(_kind_of, arguments))
+    if (found := _compiled.get(key)) is not None:
+        compiled, values = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        return
+    with _launching:
+        compiled = kernel[grid](*arguments, num_warps=num_warps, enable_fp_fusion=False, **constants)
+    names = kernel.arg_names[len(arguments) :]
+    if len(names) == len(constants):
+        _compiled[key] = compiled, tuple(constants[name] for name in names)
+
+
+def _kind_of(argument: Any) -> Any:
+    """All of an argument that Triton compiles a kernel for, and perhaps more: whether it is aligned, or divisible."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        bits = argument.bit_length()
+        return type(argument), argument == 1, argument % 16 == 0, bits > 31, bits > 63
+    return type(argument)
 
 
 @functools.cache

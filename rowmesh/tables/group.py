@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -63,6 +64,11 @@ class TableGroup:
     def features(self) -> tuple[str, ...]:
         """The features of all tables, table by table."""
         return tuple(feature for table in self.tables for feature in table.features)
+
+    @cached_property
+    def feature_bounds(self) -> tuple[int, ...]:
+        """Where the features of each table begin among those of the group, and where the last one's end."""
+        return tuple(accumulate((len(table.features) for table in self.tables), initial=0))
 
 
 def fuse(tables: Sequence[TableSpec], replicas: Mapping[str, int] | None = None) -> tuple[TableGroup, ...]:

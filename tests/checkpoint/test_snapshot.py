@@ -99,7 +99,7 @@ class Training:
         )
         self._optimizer.zero_grad()
         values = self.embeddings(batch).values
-        (values.float() * torch.linspace(-1, 1, values.shape[1])).sum().backward()
+        (values.float() * torch.linspace(-1, 1, values.shape[1], device=values.device)).sum().backward()
         self._optimizer.step()
 
 

@@ -46,7 +46,7 @@ def step_of(collection, optimizer, change=None, rank=0):
     if change is not None:
         change(reused)
     vectors = out["item"] if isinstance(out["item"], torch.Tensor) else out["item"].values
-    (vectors * torch.arange(1.0, 1 + vectors.numel()).view_as(vectors)).sum().backward()
+    (vectors * torch.arange(1.0, 1 + vectors.numel(), device=vectors.device).view_as(vectors)).sum().backward()
     optimizer.step()
     return vectors.detach().clone()
 

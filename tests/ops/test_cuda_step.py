@@ -6,7 +6,6 @@ import torch
 from rowmesh.ops.merge_update import reference
 from rowmesh.optim import AdaGrad
 from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
-from rowmesh.placement.address_map import FLAGS, REPLIES
 from tests.support.triton import kernels_of, refusing_waits
 
 pytestmark = pytest.mark.triton
@@ -44,23 +43,15 @@ class Rank:
             self.device,
             self.map.ranges,
             self.map.index,
-            self.map.num_rows,
             num_kinds=len(self.map.kinds),
-            num_replying=sum(kind in REPLIES for kind in self.map.kinds),
             world_size=WORLD_SIZE,
             rank=self.map.rank,
             ranks_per_node=1,
             key_stride=self.map.key_stride,
         )
-        self.flags = torch.tensor([FLAGS[kind] for kind in self.map.kinds], device=self.device)
-        self.routed = routing.route(
-            self.device_map, self.flags, self.unique.unique, self.unique.offsets, self.unique.counts
-        )
-        refused, *sizes = self.routed.sizes.tolist()  # the one copy
-        assert refused == -1
-        counts = torch.tensor(sizes[: len(sizes) // 2]).view(WORLD_SIZE, -1)
-        assert sum(sizes[len(sizes) // 2 :]) == len(self.ids)
-        self.asked = counts.sum(1).tolist()
+        self.routed = routing.route(self.device_map, self.unique.unique, self.unique.offsets, self.unique.counts)
+        assert int(self.routed.accesses.sum()) == len(self.ids)
+        self.asked = self.routed.counts.sum(1).tolist()
         self.requests = self.routed.keys[: sum(self.asked)].split(self.asked)
 
     def sums(self):
@@ -80,9 +71,8 @@ def test_a_step(device):
     for number, rank in enumerate(ranks):
         ahead = [sum(other.asked[owner] for other in ranks[:number]) for owner in range(WORLD_SIZE)]
         replies = torch.cat([answers[o][ahead[o] : ahead[o] + rank.asked[o]] for o in range(WORLD_SIZE)])
-        places = rank.routed.places[: sum(rank.asked)]
-        assert (places < 0).sum() == rank.asked[number]  # rows of its own are read where they are
-        found = torch.where((places < 0)[:, None], rank.rows[(-1 - places).clamp(min=0)], replies[places.clamp(min=0)])
+        found = torch.empty_like(replies)
+        found[rank.routed.uniques[: sum(rank.asked)].long()] = replies
         first, second = rank.ids.split([40, 9])
         looked_up = found[rank.unique.inverse.long()].cpu()
         assert torch.equal(looked_up, torch.cat([tables[0][first], tables[1][second]]))
@@ -112,7 +102,7 @@ def test_the_host_does_not_wait(device):
 
     def work():
         found = uniques.segment_unique(rank.unique.unique, rank.unique.offsets)
-        routing.route(rank.device_map, rank.flags, found.unique, found.offsets, found.counts)
+        routing.route(rank.device_map, found.unique, found.offsets, found.counts)
         merged = merging.merge(slots)
         merging.update(rank.rows, (rank.state,), merged, gradients, RULE.name, numbers)
 

@@ -192,7 +192,9 @@ def initial_row(spec: TableSpec, i: int) -> torch.Tensor:
 
 def _loss(vectors: Vectors, stream: Stream) -> torch.Tensor:
     if stream.is_linear:
-        return torch.stack([(each * (1 + torch.arange(each.shape[1]))).sum() for each in vectors]).sum()
+        return torch.stack(
+            [(each * (1 + torch.arange(each.shape[1], device=each.device))).sum() for each in vectors]
+        ).sum()
     return torch.stack([(each * each).sum() + each.sum() for each in vectors]).sum()
 
 

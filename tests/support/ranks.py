@@ -20,6 +20,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -168,7 +169,8 @@ def _serve(rank: int, pipe: Any, store: str, mesh_timeout_s: float, world_size: 
     except BaseException:
         _answer(pipe, False, traceback.format_exc())
         return
-    warnings.simplefilter("error")
+    if not sys.warnoptions:  # with other versions of libraries PYTHONWARNINGS may say what is an error
+        warnings.simplefilter("error")
     while True:
         try:
             request = pipe.recv_bytes()

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rowmesh.ops.pool.handles import Bags, FiledCells
 from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.transfer import upload
 
 if TYPE_CHECKING:
@@ -148,7 +149,6 @@ class DeviceLookUps:
 
     Args:
         device_map: where rows are asked for; None where they are computed.
-        flags: int64 `[K]`: of each kind of rows.
         dtype: of vectors and gradients.
 
     Attributes:
@@ -157,8 +157,8 @@ class DeviceLookUps:
 
     num_bytes = 0  # torch's allocator has the memory
 
-    def __init__(self, device_map: DeviceMap | None, flags: Tensor | None, dtype: torch.dtype) -> None:
-        self._map, self._flags, self._dtype = device_map, flags, dtype
+    def __init__(self, device_map: DeviceMap | None, dtype: torch.dtype) -> None:
+        self._map, self._dtype = device_map, dtype
         self.num_lent = 0
 
     def find(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceLookUp:
@@ -176,8 +176,7 @@ class DeviceLookUps:
         unique = segment_unique(ids, offsets)
         routed = None
         if self._map is not None:
-            assert self._flags is not None
-            routed = route(self._map, self._flags, unique.unique, unique.offsets, unique.counts)
+            routed = route(self._map, unique.unique, unique.offsets, unique.counts)
         self.num_lent += 1
         return DeviceLookUp(layout, bags, unique, routed, self._dtype)
 
@@ -196,20 +195,23 @@ class DeviceIds:
         limits: rows of the table of each feature.
         substitutes: the row that ids outside it are made, or None where they are refused.
         device: where.
+
+    Attributes:
+        refuses: bool `[F]` on the device: where there is none.
     """
 
     def __init__(self, limits: Sequence[int], substitutes: Sequence[int | None], device: torch.device) -> None:
         self._device = device
         self._limits = torch.tensor(limits, device=device)
         self._substitutes = torch.tensor([row or 0 for row in substitutes], device=device)
-        self._refuses = torch.tensor([row is None for row in substitutes], device=device)
+        self.refuses = torch.tensor([row is None for row in substitutes], device=device)
 
     def offsets_room(self, count: int) -> Tensor:
         """Memory for offsets, from which the device copies without the host."""
         return torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
 
-    def bound(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows; ids of each feature that were none, int64 `[F]`; and how many of them are refused, int64 `[1]`.
+    def bound(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows; and how many ids of each feature were none, int64 `[F]`.
 
         Args:
             ids: int64 `[N]` on the device.
@@ -218,25 +220,30 @@ class DeviceIds:
         from rowmesh.ops.bound_ids.cuda import bound_ids
 
         outside = torch.zeros_like(self._limits)
-        rows = bound_ids(ids, offsets, self._limits, self._substitutes, torch.empty_like(ids), outside)
-        return rows, outside, (outside * self._refuses).sum(0, keepdim=True)
+        return bound_ids(ids, offsets, self._limits, self._substitutes, torch.empty_like(ids), outside), outside
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A copy on the device; the host goes on."""
         return upload(tensor, self._device)
 
-    def bags(
-        self, layout: GroupLayout, first_bags: np.ndarray, offsets: Tensor | None, weights: Tensor | None
-    ) -> Bags | None:
-        """The bags of a group, or of a run of its samples, whose ids then stand together.
+    def mark(self) -> Mark:
+        """What was asked of the current stream so far."""
+        return Stream.current(self._device).mark()
+
+    def wait_for(self, mark: Mark) -> None:
+        """What is asked of the current stream from now on begins when a mark has passed; the host goes on."""
+        if not mark.has_passed:
+            Stream.current(self._device).wait_for([mark])
+
+    def bags(self, layout: GroupLayout, first_bags: np.ndarray, offsets: Tensor | None) -> Bags:
+        """The bags of a group, or of a run of its samples, whose ids then stand together; without weights.
 
         Args:
             layout: of the group's features.
             first_bags: int64 `[F]`: where the bounds of each feature's bags begin among those of the batch.
             offsets: of all bags of the batch; None where they are equally long.
-            weights: of the group's ids, or None.
         """
-        return Bags.describe(descriptors(layout, first_bags), self._device, offsets, weights)
+        return Bags.describe(descriptors(layout, first_bags), self._device, offsets)
 
 
 def descriptors(layout: GroupLayout, first_bags: np.ndarray) -> list[list[int]]:

@@ -122,11 +122,9 @@ def singles(slots: Tensor, count: Tensor) -> Merged:
 
     Args:
         slots: int64 `[M]`.
-        count: int32 `[1]`: how many are valid.
+        count: int32 or int64 `[1]`: how many are valid.
     """
-    order = torch.arange(slots.numel() + 1, device=slots.device)
-    starts = order.to(torch.int32)
-    return Merged(order[:-1], slots, starts, starts[1:], count, 1)
+    return Merged(None, slots, None, None, count, 1)
 
 
 def merge_equal(slots: Tensor, num_lists: int) -> Merged:
@@ -226,7 +224,12 @@ def _sum_entries(
     CHUNK: tl.constexpr,
     NUM_NODES: tl.constexpr,
 ):
-    """The sums of the gradients of distinct slots `m`, `[ROWS, COLUMNS]`."""
+    """The sums of the gradients of distinct slots `m`, `[ROWS, COLUMNS]`; see `Merged` for what may be missing."""
+    if starts is None:
+        entry = m.to(tl.int64)
+        if order is not None:
+            entry = tl.load(order + m, mask=is_slot, other=0)
+        return tl.load(gradients + entry[:, None] * D + columns[None, :], mask=inside, other=0).to(DTYPE)
     begin = tl.load(starts + m, mask=is_slot, other=0)
     end = tl.load(starts + m + 1, mask=is_slot, other=0)
     total = tl.zeros([m.shape[0], columns.shape[0]], DTYPE)
@@ -362,10 +365,10 @@ def change(
 
 @triton.jit
 def _update_merged(
+    num,
     order,
     slots,
     starts,
-    num,
     node_ends,
     partials,
     gradients,
@@ -427,9 +430,9 @@ def _update_merged(
 
 @triton.jit
 def _store_sums(
+    num,
     order,
     starts,
-    num,
     node_ends,
     partials,
     gradients,
@@ -482,10 +485,10 @@ def update(
     launch(
         _update_merged,
         _programs_of(merged, shape),
+        merged.num,
         merged.order,
         merged.slots,
         merged.starts,
-        merged.num,
         merged.node_ends,
         _partials(merged, gradients, compute),
         gradients,
@@ -523,9 +526,9 @@ def sum_merged(merged: Merged, gradients: Tensor, out: Tensor) -> Tensor:
     launch(
         _store_sums,
         _programs_of(merged, shape),
+        merged.num,
         merged.order,
         merged.starts,
-        merged.num,
         merged.node_ends,
         _partials(merged, gradients, out.dtype),
         gradients,
@@ -540,6 +543,7 @@ def _partials(merged: Merged, gradients: Tensor, compute: torch.dtype) -> Tensor
     """The sums of chunks that are not a slot's first; None where no slot has more than one."""
     if merged.most <= CHUNK or merged.num_nodes > 1:
         return None
+    assert merged.order is not None
     num_blocks, dim = ceil_div(merged.order.numel(), CHUNK), gradients.shape[1]
     partials = torch.empty(num_blocks, dim, dtype=compute, device=gradients.device)
     columns = next_power_of_2(dim)
@@ -579,13 +583,24 @@ def _shape_of(dim: int) -> dict[str, int]:
 
 
 def _update_signature(
-    storage: str, rule: str, dim: int, num_nodes: int = 1, num_states: int = 0, *, decays: bool = False
+    storage: str,
+    rule: str,
+    dim: int,
+    num_nodes: int = 1,
+    num_states: int = 0,
+    *,
+    decays: bool = False,
+    is_single: bool = False,
 ) -> Signature:
     compute = "fp64" if storage == "fp64" else "fp32"
     missing = dict.fromkeys(["state1", "state2"][num_states:])
     missing |= {"partials" if num_nodes > 1 else "node_ends": None}
-    between = "*i64" if num_nodes > 1 else f"*{compute}"
-    types = f"*i64 *i64 *i32 *i32 {between} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 9
+    if is_single:
+        missing |= dict.fromkeys(["order", "starts", "partials"])
+        before = "*i64 *i64"
+    else:
+        before = "*i32 *i64 *i64 *i32 " + ("*i64" if num_nodes > 1 else f"*{compute}")
+    types = f"{before} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 9
     return Signature(
         _update_merged, types, {"RULE": rule, "DECAYS": decays, "NUM_NODES": num_nodes, **_shape_of(dim), **missing}
     )
@@ -598,8 +613,10 @@ SIGNATURES = (
     Signature(_list_heads, "*i32 *i32 *i64 *i32 i32", {"BLOCK": BLOCK}),
     Signature(_count_ranges, "*i64 *i32 *i64 *i64 *i64 i32 i32", {"BLOCK": _RANGES}),
     Signature(_sum_chunks, "*i64 *i32 *i32 *fp32 *fp32", {"D": 128, "COLUMNS": 128, "CHUNK": CHUNK}, _warps_of(128)),
-    Signature(_store_sums, "*i64 *i32 *i32 *fp32 *fp32 *fp32", {"NUM_NODES": 1, "node_ends": None, **_shape_of(64)}),
+    Signature(_store_sums, "*i32 *i64 *i32 *fp32 *fp32 *fp32", {"NUM_NODES": 1, "node_ends": None, **_shape_of(64)}),
     _update_signature("fp32", "sgd", 128),
+    _update_signature("fp32", "sgd", 128, is_single=True),
+    _update_signature("fp32", "row_wise_adagrad", 64, num_states=1, is_single=True),
     _update_signature("bf16", "adagrad", 128, num_states=1),
     _update_signature("fp32", "row_wise_adagrad", 64, num_states=1),
     _update_signature("fp32", "row_wise_adagrad", 128, num_nodes=4, num_states=1),

@@ -80,20 +80,21 @@ class DeviceMerged:
     """Entries by distinct slot; everything on the device.
 
     Attributes:
-        order: int64 `[M]`: the entries, sorted by slot, those of equal slots in order.
+        order: int64 `[M]`: the entries, sorted by slot, those of equal slots in order; None where they stand so.
         slots: int64 `[M]`: the distinct slots, ascending; the first `num` are valid.
-        starts: int32 `[M + 1]`: where the entries of each begin in `order`; the first `num + 1` are valid.
-        ranks: int32 `[M]`: one more than which distinct slot each of the sorted entries belongs to.
-        num: int32 `[1]`: distinct slots.
+        starts: int32 `[M + 1]`: where the entries of each begin in `order`; the first `num + 1` are valid. None where
+            every slot has one entry.
+        ranks: int32 `[M]`: one more than which distinct slot each of the sorted entries belongs to; None likewise.
+        num: int32 or int64 `[1]`: distinct slots.
         most: the most entries that a slot can have, as far as is known without asking the device.
         node_ends: int64 `[nodes]`: one past the last entry from each node, or None where there is one node.
         gradients: `[M, D]` of the entries, in the order in which they were merged; None until they are known.
     """
 
-    order: Tensor
+    order: Tensor | None
     slots: Tensor
-    starts: Tensor
-    ranks: Tensor
+    starts: Tensor | None
+    ranks: Tensor | None
     num: Tensor
     most: int
     node_ends: Tensor | None = None

@@ -4,9 +4,8 @@ Ranges are found by bisection. They are few and stay in the first-level cache; b
 steps, would be one more table to read. Divisions are whole-numbered and exact; even at a hundred instructions each they
 take less time than reading the ids.
 
-The sort has W · S′ different keys, so that 16 bits mostly do: two passes instead of the eight of 64 bits. What the host
-must know before it can send anything is in one tensor, `Routed.sizes`: one copy brings it there. See [Note: GPU
-kernels] in `rowmesh.ops.gpu`.
+The sort has W · S′ different keys, so that 16 bits mostly do: two passes instead of the eight of 64 bits. A rank alone
+sorts nothing: unique ids stand by table already. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 """
 
 # Triton's language is not typed in a way that a checker could follow.
@@ -24,13 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.ops.gpu import Signature, ceil_div, check, launch
-from rowmesh.ops.route.cpu import COPY, RELAY
+from rowmesh.ops.route.cpu import RELAY
 
 BLOCK = 512
-NOWHERE = -(2**63)  # of a row that this rank asks itself for, as node leader
-_NOWHERE = tl.constexpr(NOWHERE)
-_NONE = tl.constexpr(2**63 - 1)
-_RELAY, _COPY = tl.constexpr(RELAY), tl.constexpr(COPY)
+_RELAY = tl.constexpr(RELAY)
 _FIELDS = 9  # of a range; the reciprocals that follow are for the CPU
 
 
@@ -42,18 +38,15 @@ class DeviceMap:
         ranges: int64 `[9, R]`, a field after the other: start, shift, modulus, rank, divisor, base, kind, flags,
             origin.
         index: int64 `[2, S]`: the first range of each table, and how many it has.
-        num_rows: int64 `[S]`.
         most_ranges: of one table.
-        num_kinds, num_replying: kinds that occur; the first so many get replies.
+        num_kinds: kinds that occur.
         world_size, rank, ranks_per_node, key_stride: W, the rank that asks, ranks of a node, V.
     """
 
     ranges: Tensor
     index: Tensor
-    num_rows: Tensor
     most_ranges: int
     num_kinds: int
-    num_replying: int
     world_size: int
     rank: int
     ranks_per_node: int
@@ -65,10 +58,8 @@ class DeviceMap:
         device: torch.device,
         ranges: NDArray[np.int64],
         index: NDArray[np.int64],
-        num_rows: tuple[int, ...],
         *,
         num_kinds: int,
-        num_replying: int,
         world_size: int,
         rank: int,
         ranks_per_node: int,
@@ -77,14 +68,13 @@ class DeviceMap:
         """Copies the arrays of an `AddressMap` to a device."""
         fields = torch.from_numpy(np.ascontiguousarray(ranges[:, :_FIELDS].T)).to(device)
         places = torch.from_numpy(np.ascontiguousarray(index[:, :2].T)).to(device)
-        limits = torch.tensor(num_rows, dtype=torch.int64, device=device)
         most = int(index[:, 1].max())
-        return cls(fields, places, limits, most, num_kinds, num_replying, world_size, rank, ranks_per_node, key_stride)
+        return cls(fields, places, most, num_kinds, world_size, rank, ranks_per_node, key_stride)
 
     @property
     def num_tables(self) -> int:
         """S."""
-        return self.num_rows.numel()
+        return self.index.shape[1]
 
     @property
     def num_segments(self) -> int:
@@ -97,38 +87,26 @@ class Routed:
     """The destination and key of every unique id, sorted; everything on the device.
 
     Attributes:
-        sizes: int64 `[1 + 2 · W · S′]`, all that the host has to know: the index of the first unique id that is not a
-            row of its table, or −1; then how many keys there are by destination and segment; then how many ids.
+        sizes: int64 `[2, W, S′]`: how many keys there are by destination and segment, and how many ids.
         keys: int32 `[U]`, the bits of uint32, sorted by (destination, segment).
         uniques: int32 `[U]`: `keys[p]` asks for unique id `uniques[p]`.
-        places: int64 `[U]`: where the row of each unique id is: from 0 on among the replies, in the order in which they
-            are asked for; −1 − slot in this rank's own arena; NOWHERE, where it asks itself as node leader.
 
-    An id that is no row is left out of all but `sizes`; what stands at the end of `keys` and `uniques` in its place,
-    and past the number of unique ids, is not valid.
+    What stands in them past the number of unique ids is not valid.
     """
 
     sizes: Tensor
     keys: Tensor
     uniques: Tensor
-    places: Tensor
-    world_size: int
-    num_segments: int
-
-    @property
-    def refused(self) -> Tensor:
-        """int64 `[]`: the first element of `sizes`."""
-        return self.sizes[0]
 
     @property
     def counts(self) -> Tensor:
         """int64 `[W, S′]`: keys by destination and segment."""
-        return self.sizes[1:].view(2, self.world_size, self.num_segments)[0]
+        return self.sizes[0]
 
     @property
     def accesses(self) -> Tensor:
         """int64 `[W, S′]`: ids, not only distinct ones, by destination and segment."""
-        return self.sizes[1:].view(2, self.world_size, self.num_segments)[1]
+        return self.sizes[1]
 
 
 @triton.jit
@@ -187,10 +165,8 @@ def _place_all(
     offsets,
     cells,
     keys,
-    refused,
     ranges,
     index,
-    num_rows,
     num_unique,
     num_ranges,
     num_tables,
@@ -203,13 +179,11 @@ def _place_all(
     range_steps,
     BLOCK: tl.constexpr,
 ):
-    """Cell, destination · S′ + segment, and key of every unique id; the last cell for what is no row or no id."""
+    """Cell, destination · S′ + segment, and key of every unique id; the last cell for what is no id."""
     u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = u < tl.load(offsets + num_tables)
     row = tl.load(unique + u, mask=is_id, other=0)
     table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
-    is_row = is_id & (row >= 0) & (row < tl.load(num_rows + table))
-    row = tl.where(is_row, row, 0)
     part = _find(ranges, index, num_tables, table, row, range_steps)
     destination, key = _owner(ranges, num_ranges, part, row)
     segment = tl.load(ranges + 6 * num_ranges + part) * num_tables + table
@@ -219,51 +193,54 @@ def _place_all(
     destination = tl.where(
         is_relayed, destination % ranks_per_node + rank // ranks_per_node * ranks_per_node, destination
     )
-    cell = tl.where(is_row, destination * num_segments + segment, world_size * num_segments)
+    cell = tl.where(is_id, destination * num_segments + segment, world_size * num_segments)
     tl.store(cells + u, cell.to(cells.dtype.element_ty), mask=u < num_unique)
     tl.store(keys + u, key.to(tl.int32), mask=u < num_unique)
-    first = tl.min(tl.where(is_id & (is_row == 0), u, _NONE))
-    tl.atomic_min(refused, first, mask=first != _NONE)  # of whole numbers: in any order the same
 
 
-@triton.jit(do_not_specialize=("num_unique", "num_tables", "num_segments", "world_size", "rank", "key_stride"))
-def _place_sorted(
-    order,
-    cells,
-    keys,
+@triton.jit(do_not_specialize=("num_ranges", "num_tables", "table_steps", "range_steps"))
+def _place_alone(
+    unique,
+    offsets,
     counts,
-    kind_flags,
-    shifts,
-    sorted_keys,
+    keys,
     uniques,
-    places,
-    accesses,
-    num_unique,
+    sizes,
+    ranges,
+    index,
+    num_ranges,
     num_tables,
-    num_segments,
-    world_size,
-    rank,
-    key_stride,
+    table_steps,
+    range_steps,
     BLOCK: tl.constexpr,
 ):
-    """Keys and ids in sorted order, and where the row of each is."""
+    """What `_place_all`, the sort and `_place_sorted` find where there is one rank and one kind of rows."""
+    u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_id = u < tl.load(offsets + num_tables)
+    row = tl.load(unique + u, mask=is_id, other=0)
+    table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
+    part = _find(ranges, index, num_tables, table, row, range_steps)
+    _, slot = _owner(ranges, num_ranges, part, row)
+    tl.store(keys + u, slot.to(tl.int32), mask=is_id)
+    tl.store(uniques + u, u.to(tl.int32), mask=is_id)
+    number = tl.load(counts + u, mask=is_id, other=0).to(tl.int64)
+    for t in range(tl.min(tl.where(is_id, table, num_tables)), tl.max(tl.where(is_id, table, -1)) + 1):
+        mine = (is_id & (table == t)).to(tl.int64)
+        tl.atomic_add(sizes + t, tl.sum(mine), sem="relaxed")  # of whole numbers: in any order the same
+        tl.atomic_add(sizes + num_tables + t, tl.sum(mine * number), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=("num_unique", "num_cells"))
+def _place_sorted(
+    order, cells, keys, counts, sorted_keys, uniques, accesses, num_unique, num_cells, BLOCK: tl.constexpr
+):
+    """Keys and ids in sorted order, and how often each occurs."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     u = tl.load(order + p, mask=p < num_unique, other=0)
-    cell = tl.load(cells + p, mask=p < num_unique, other=0).to(tl.int32)  # divides faster than 64 bits
-    is_row = (p < num_unique) & (cell < world_size * num_segments)
-    key = tl.load(keys + u, mask=is_row, other=0)
-    tl.store(sorted_keys + p, key, mask=is_row)
+    is_row = (p < num_unique) & (tl.load(cells + p, mask=p < num_unique, other=0) < num_cells)
+    tl.store(sorted_keys + p, tl.load(keys + u, mask=is_row, other=0), mask=is_row)
     tl.store(uniques + p, u.to(tl.int32), mask=is_row)
     tl.store(accesses + p, tl.load(counts + u, mask=is_row, other=0).to(tl.int64), mask=p < num_unique)
-    destination = cell // num_segments
-    flags = tl.load(kind_flags + cell % num_segments // num_tables, mask=is_row, other=0)
-    key = key.to(tl.uint32, bitcast=True)
-    reply = p + tl.load(shifts + destination, mask=is_row, other=0)
-    is_relayed, is_copy = (flags & _RELAY) != 0, (flags & _COPY) != 0
-    slot = tl.where(is_relayed, key % key_stride.to(tl.uint32), key).to(tl.int64)
-    place = tl.where(destination == rank, tl.where(is_relayed, _NOWHERE, -1 - slot), reply)
-    place = tl.where(is_copy, -1 - slot, place)
-    tl.store(places + u, place, mask=is_row)
 
 
 def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,13 +276,12 @@ def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tens
     return owners, slots
 
 
-def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
+def route(device_map: DeviceMap, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
     """The destination and key of every unique id, sorted by (destination, segment).
 
     Args:
         device_map: where rows are.
-        kind_flags: int64 `[kinds]`: the flags of each kind, RELAY and COPY.
-        unique: int64 `[N]`; the first U are valid, a table's after the other's.
+        unique: int64 `[N]`; the first U are valid, a table's after the other's. All are rows of theirs: not checked.
         offsets: int64 `[S + 1]`: where each table's begin; the last is U.
         counts: int32 `[N]`: how often each occurs.
 
@@ -315,11 +291,12 @@ def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Te
     check("unique", unique, (torch.int64,), 1, m.ranges.device)
     check("offsets", offsets, (torch.int64,), 1, device)
     check("counts", counts, (torch.int32, torch.int64), 1, device)
+    if m.world_size == 1 and m.num_kinds == 1:
+        return _route_alone(m, unique, offsets, counts)
     num_cells = m.world_size * m.num_segments
     narrow = torch.int16 if num_cells < 2**15 else torch.int32
     cells = torch.empty(num_unique, dtype=narrow, device=device)
     keys, sorted_keys, uniques = (torch.empty(num_unique, dtype=torch.int32, device=device) for _ in range(3))
-    refused = torch.full((1,), _NONE.value, dtype=torch.int64, device=device)
     launch(
         _place_all,
         ceil_div(num_unique, BLOCK),
@@ -327,10 +304,8 @@ def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Te
         offsets,
         cells,
         keys,
-        refused,
         m.ranges,
         m.index,
-        m.num_rows,
         num_unique,
         m.ranges.shape[1],
         m.num_tables,
@@ -345,10 +320,7 @@ def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Te
     )
     cells, order = torch.sort(cells, stable=True)
     bounds = torch.searchsorted(cells, torch.arange(num_cells + 1, dtype=narrow, device=device))
-    begins = bounds[:-1].view(m.world_size, m.num_segments)
-    replying = bounds[torch.arange(m.world_size, device=device) * m.num_segments + m.num_replying * m.num_tables]
-    replies = replying - begins[:, 0]
-    places, accesses = torch.empty_like(unique), torch.zeros(num_unique + 1, dtype=torch.int64, device=device)
+    accesses = torch.zeros(num_unique + 1, dtype=torch.int64, device=device)
     launch(
         _place_sorted,
         ceil_div(num_unique, BLOCK),
@@ -356,25 +328,40 @@ def route(device_map: DeviceMap, kind_flags: Tensor, unique: Tensor, offsets: Te
         cells,
         keys,
         counts,
-        kind_flags,
-        replies.cumsum(0) - replying,
         sorted_keys,
         uniques,
-        places,
         accesses[1:],
         num_unique,
-        m.num_tables,
-        m.num_segments,
-        m.world_size,
-        m.rank,
-        m.key_stride,
+        num_cells,
         BLOCK=BLOCK,
     )
     # Sums over a cell are differences of running sums: no atomics, however uneven the cells.
-    sizes = torch.cat(
-        [torch.where(refused == _NONE.value, -1, refused), bounds.diff(), accesses.cumsum(0)[bounds].diff()]
+    sizes = torch.stack([bounds, accesses.cumsum(0)[bounds]]).diff()
+    return Routed(sizes.view(2, m.world_size, m.num_segments), sorted_keys, uniques)
+
+
+def _route_alone(m: DeviceMap, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
+    num_unique, device = unique.numel(), unique.device
+    keys, uniques = (torch.empty(num_unique, dtype=torch.int32, device=device) for _ in range(2))
+    sizes = torch.zeros(2, 1, m.num_tables, dtype=torch.int64, device=device)
+    launch(
+        _place_alone,
+        ceil_div(num_unique, BLOCK),
+        unique,
+        offsets,
+        counts,
+        keys,
+        uniques,
+        sizes,
+        m.ranges,
+        m.index,
+        m.ranges.shape[1],
+        m.num_tables,
+        _steps(m.num_tables),
+        _steps(m.most_ranges),
+        BLOCK=BLOCK,
     )
-    return Routed(sizes, sorted_keys, uniques, places, m.world_size, m.num_segments)
+    return Routed(sizes, keys, uniques)
 
 
 def _steps(count: int) -> int:
@@ -384,10 +371,7 @@ def _steps(count: int) -> int:
 
 SIGNATURES = (
     Signature(_locate, "*i64 *i32 *i64 *i64 *i64 i32 i32 i32 i32 i32", {"BLOCK": BLOCK}),
-    Signature(
-        _place_all, "*i64 *i64 *i16 *i32 *i64 *i64 *i64 *i64 i32 i32 i32 i32 i32 i32 i32 i64 i32 i32", {"BLOCK": BLOCK}
-    ),
-    Signature(
-        _place_sorted, "*i64 *i16 *i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 i32 i32 i32 i32 i32 i64", {"BLOCK": BLOCK}
-    ),
+    Signature(_place_all, "*i64 *i64 *i16 *i32 *i64 *i64 i32 i32 i32 i32 i32 i32 i32 i64 i32 i32", {"BLOCK": BLOCK}),
+    Signature(_place_alone, "*i64 *i64 *i32 *i32 *i32 *i64 *i64 *i64 i32 i32 i32 i32", {"BLOCK": BLOCK}),
+    Signature(_place_sorted, "*i64 *i16 *i32 *i32 *i32 *i32 *i64 i32 i32", {"BLOCK": BLOCK}),
 )

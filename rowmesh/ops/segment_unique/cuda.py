@@ -98,6 +98,10 @@ class Scratch:
         sizes = _sizes(num_ids)
         return self._memory[: sum(sizes)].split(sizes)
 
+    def fill(self, num_ids: int, value: int) -> None:
+        """Sets cells and places, which stand together."""
+        self._memory[: sum(_sizes(num_ids)[:2])].fill_(value)
+
 
 def _sizes(num_ids: int) -> list[int]:
     """Of the parts of a scratch, multiples of 16 bytes: Triton compiles a kernel once for each way of being aligned."""
@@ -251,8 +255,7 @@ def segment_unique(
     out = Unique.empty(num_ids, num_segments, ids.device) if out is None else out
     _check_out(out, num_ids, num_segments, ids.device)
     cells, places, ranks, tallies = scratch.split(num_ids)
-    cells.fill_(_EMPTY.value)
-    places.fill_(_EMPTY.value)
+    scratch.fill(num_ids, _EMPTY.value)
     steps = (num_segments - 1).bit_length()
     launch(
         _insert,

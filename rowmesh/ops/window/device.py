@@ -180,6 +180,8 @@ class DeviceWindow:
         slots = self._asked_slots
         is_final = torch.ones(slots.numel(), dtype=torch.uint8, device=slots.device)
         if before is not None:
+            assert merged.order is not None
+            assert merged.ranks is not None
             places = self._intersect(merged.slots, before.slots, merged.num, before.num)
             by_slot = (places < 0).to(torch.uint8).index_select(0, merged.ranks - 1)  # of requests sorted by slot
             is_final = torch.empty_like(by_slot).scatter_(0, merged.order, by_slot)
