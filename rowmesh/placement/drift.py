@@ -104,7 +104,7 @@ class Traffic:
 
         Args:
             address_map: of the group.
-            sizes: int64 `[2 · W · S′]`: requests by destination and segment, then accesses; one destination more, as
+            sizes: int64 `[2, W, S′]`: requests by destination and segment, then accesses; one destination more, as
                 in `add`.
         """
         if address_map in self._on_device:

@@ -151,7 +151,6 @@ def test_ids_that_are_no_rows_have_no_part(device, wrong):
     beside.num_rows = 23
     beside.gradients = torch.stack([right.gradients[0], right.gradients[0], *right.gradients[1:], right.gradients[0]])
     arrangement = beside.arrange()
-    assert int(arrangement.refused) == 1
     kept = torch.full((5, 4), torch.nan, dtype=F64, device=device)
     found, products = cuda.forward(beside.on_device, arrangement, kept)
     assert torch.equal(found[[0, 2, 3]].cpu(), rows)

@@ -30,7 +30,7 @@ from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_d
 from rowmesh.ops.merge_update.handles import DeviceMerged as Merged
 
 BLOCK = 1024  # entries of a program where each costs a few instructions
-CHUNK = 256
+CHUNK = 64
 MOST_COLUMNS = 4096
 # Elements of a program's tile of rows: two 16-byte loads a thread and gradient, and so few registers (about 60 for
 # float32) that eight programs share a multiprocessor. A long list of entries holds up few other slots.
@@ -209,6 +209,71 @@ def count_by_range(merged: Merged, starts: Tensor, kinds: Tensor, totals: Tensor
 
 
 @triton.jit
+def _sum_nodes(
+    order,
+    node_ends,
+    gradients,
+    begin,
+    end,
+    m,
+    columns,
+    inside,
+    D: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NUM_NODES: tl.constexpr,
+):
+    """The sums of slots' entries, those of each node first."""
+    total = tl.zeros([m.shape[0], columns.shape[0]], DTYPE)
+    # `part` is the sum so far of a node; it joins the total when the next node's first entry comes.
+    part, node = total, tl.full(m.shape, -1, tl.int32)
+    for j in range(tl.max(end - begin)):
+        here = begin + j < end
+        entry = tl.load(order + begin + j, mask=here, other=0)
+        gradient = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
+        of = tl.zeros_like(node)
+        for n in tl.static_range(NUM_NODES - 1):
+            of += (entry >= tl.load(node_ends + n)).to(tl.int32)
+        is_new = (here & (of != node))[:, None]
+        total = tl.where(is_new, total + part, total)
+        part = tl.where(is_new, gradient.to(DTYPE), part + gradient.to(DTYPE))
+        node = tl.where(here, of, node)
+    return total + part
+
+
+@triton.jit
+def _sum_in_order(
+    order,
+    partials,
+    gradients,
+    begin,
+    end,
+    m,
+    columns,
+    inside,
+    D: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The sums of slots' entries: one by one up to CHUNK of them, then those of chunks."""
+    total = tl.zeros([m.shape[0], columns.shape[0]], DTYPE)
+    first_end = tl.minimum(end, begin + CHUNK)
+    for j in range(0, tl.max(first_end - begin), _UNROLL):
+        for u in tl.static_range(_UNROLL):
+            here = begin + j + u < first_end
+            entry = tl.load(order + begin + j + u, mask=here, other=0)
+            gradient = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
+            total += gradient.to(DTYPE)
+    if partials is not None:
+        chunks = (end - begin + CHUNK - 1) // CHUNK
+        for k in range(1, tl.max(chunks), _UNROLL):
+            for u in tl.static_range(_UNROLL):
+                here = k + u < chunks
+                at = (begin // CHUNK + k + u).to(tl.int64)
+                total += tl.load(partials + at[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
+    return total
+
+
+@triton.jit
 def _sum_entries(
     order,
     starts,
@@ -229,39 +294,18 @@ def _sum_entries(
         entry = m.to(tl.int64)
         if order is not None:
             entry = tl.load(order + m, mask=is_slot, other=0)
-        return tl.load(gradients + entry[:, None] * D + columns[None, :], mask=inside, other=0).to(DTYPE)
-    begin = tl.load(starts + m, mask=is_slot, other=0)
-    end = tl.load(starts + m + 1, mask=is_slot, other=0)
-    total = tl.zeros([m.shape[0], columns.shape[0]], DTYPE)
-    if NUM_NODES > 1:
-        # `part` is the sum so far of a node; it joins the total when the next node's first entry comes.
-        part, node = total, tl.full(m.shape, -1, tl.int32)
-        for j in range(tl.max(end - begin)):
-            here = begin + j < end
-            entry = tl.load(order + begin + j, mask=here, other=0)
-            gradient = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
-            of = tl.zeros_like(node)
-            for n in tl.static_range(NUM_NODES - 1):
-                of += (entry >= tl.load(node_ends + n)).to(tl.int32)
-            is_new = (here & (of != node))[:, None]
-            total = tl.where(is_new, total + part, total)
-            part = tl.where(is_new, gradient.to(DTYPE), part + gradient.to(DTYPE))
-            node = tl.where(here, of, node)
-        return total + part
-    first_end = tl.minimum(end, begin + CHUNK)
-    for j in range(0, tl.max(first_end - begin), _UNROLL):
-        for u in tl.static_range(_UNROLL):
-            here = begin + j + u < first_end
-            entry = tl.load(order + begin + j + u, mask=here, other=0)
-            gradient = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
-            total += gradient.to(DTYPE)
-    if partials is not None:
-        chunks = (end - begin + CHUNK - 1) // CHUNK
-        for k in range(1, tl.max(chunks), _UNROLL):
-            for u in tl.static_range(_UNROLL):
-                here = k + u < chunks
-                at = (begin // CHUNK + k + u).to(tl.int64)
-                total += tl.load(partials + at[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
+        total = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=inside, other=0).to(DTYPE)
+    else:
+        begin = tl.load(starts + m, mask=is_slot, other=0)
+        end = tl.load(starts + m + 1, mask=is_slot, other=0)
+        if NUM_NODES > 1:
+            total = _sum_nodes(
+                order, node_ends, gradients, begin, end, m, columns, inside, D=D, DTYPE=DTYPE, NUM_NODES=NUM_NODES
+            )
+        else:
+            total = _sum_in_order(
+                order, partials, gradients, begin, end, m, columns, inside, D=D, DTYPE=DTYPE, CHUNK=CHUNK
+            )
     return total
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_dtype, launch, tile_of_rows
 from rowmesh.ops.pool.handles import WIDEST, Bags, FiledCells
 
-CHUNK = 256
+CHUNK = 64
 _BLOCK = 1024
 MOST_JAGGED = 16  # of a program: with a warp of them or more, triton 3.6 and 3.7 fail on code of their own making
 _FEW = 256  # bags of a program that divides in 64 bits, which takes many registers

@@ -24,11 +24,10 @@ from rowmesh.ops.prefixes.handles import NO_ID, Arrangement, DevicePrefixes
 from rowmesh.ops.segment_unique.cuda import segment_unique
 
 BLOCK = 512  # ids of a program
-_NONE = tl.constexpr(2**63 - 1)
 
 
 @triton.jit(do_not_specialize=("num_rows", "num_ids", "p1", "p2", "p3"))
-def _keys_of(ids, count, keys, refused, num_rows, num_ids, p1, p2, p3, BLOCK: tl.constexpr):
+def _keys_of(ids, count, keys, num_rows, num_ids, p1, p2, p3, BLOCK: tl.constexpr):
     """(i₂ · p₁ + i₁) · p₃ + i₃ of each id; p₁·p₂·p₃ for what is none."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_id = i < num_ids
@@ -42,13 +41,24 @@ def _keys_of(ids, count, keys, refused, num_rows, num_ids, p1, p2, p3, BLOCK: tl
     key = ((prefix - first * p2) * p1 + first) * p3 + row - prefix * p3
     key = tl.where(is_row, key, p1.to(tl.int64) * p2 * p3)
     tl.store(keys + i, key.to(keys.dtype.element_ty), mask=i < num_ids)
-    wrong = tl.min(tl.where(is_id & (is_row == 0), i, _NONE))
-    tl.atomic_min(refused, wrong, mask=wrong != _NONE)  # of whole numbers: in any order the same
 
 
-@triton.jit(do_not_specialize=("num_ids", "p1", "p2", "p3"))
-def _flag_heads(keys, flags, num_ids, p1, p2, p3, SHARED: tl.constexpr, BLOCK: tl.constexpr):
-    """1 where a prefix begins."""
+@triton.jit(do_not_specialize=("num_ids", "num_prefixes", "p1", "p2", "p3"))
+def _flag_heads(
+    keys,
+    flags,
+    starts,
+    firsts,
+    group_starts,
+    num_ids,
+    num_prefixes,
+    p1,
+    p2,
+    p3,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """1 where a prefix begins; and what `_list_prefixes` leaves as it is, where there is no prefix or group."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + i, mask=i < num_ids, other=0).to(tl.int64)
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < num_ids), other=0).to(tl.int64)
@@ -56,15 +66,21 @@ def _flag_heads(keys, flags, num_ids, p1, p2, p3, SHARED: tl.constexpr, BLOCK: t
     if SHARED:
         is_head &= (i == 0) | (key // p3 != before // p3)
     tl.store(flags + i, is_head.to(tl.int32), mask=i < num_ids)
+    tl.store(starts + i, 0, mask=i <= num_ids)
+    tl.store(firsts + i, p1, mask=i < num_prefixes)
+    tl.store(group_starts + i, 0, mask=i <= p2)
 
 
 @triton.jit(do_not_specialize=("num_ids", "p1", "p2", "p3"))
-def _list_prefixes(keys, ranks, prefixes, lasts, starts, firsts, seconds, num_ids, p1, p2, p3, BLOCK: tl.constexpr):
+def _list_prefixes(
+    keys, ranks, prefixes, lasts, starts, firsts, group_starts, num_ids, p1, p2, p3, BLOCK: tl.constexpr
+):
     """What `Arrangement` has of every id and prefix."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_ids
     none = p1.to(tl.int64) * p2 * p3
     key = tl.load(keys + i, mask=inside, other=0).to(tl.int64)
+    before = tl.load(keys + i - 1, mask=inside & (i > 0), other=0).to(tl.int64)
     following = tl.load(keys + i + 1, mask=i + 1 < num_ids, other=0).to(tl.int64)
     is_id = inside & (key < none)
     is_last = is_id & ((i + 1 == num_ids) | (following == none))
@@ -77,7 +93,13 @@ def _list_prefixes(keys, ranks, prefixes, lasts, starts, firsts, seconds, num_id
     tl.store(starts + rank - 1, i, mask=is_head)
     tl.store(starts + rank, i + 1, mask=is_last)
     tl.store(firsts + rank - 1, (prefix - second * p1).to(tl.int32), mask=is_head)
-    tl.store(seconds + rank - 1, second.to(tl.int32), mask=is_head)
+    # Groups between that of the id before and this one have no prefix: they begin, and end, here as well.
+    missed = tl.where(is_head, second - tl.where(i > 0, before // p3 // p1, -1), 0).to(tl.int32)
+    for back in range(tl.max(missed)):
+        tl.store(group_starts + second - back, rank - 1, mask=back < missed)
+    left = tl.where(is_last, p2 - second, 0).to(tl.int32)
+    for further in range(tl.max(left)):
+        tl.store(group_starts + second + 1 + further, rank, mask=further < left)
 
 
 @triton.jit
@@ -115,16 +137,30 @@ def arrange(
     (p1, p2, p3), device, num_ids = row_factors, ids.device, ids.numel()
     narrow = torch.int32 if p1 * p2 * p3 < 2**31 else torch.int64
     keys = torch.empty(num_ids, dtype=narrow, device=device)
-    refused = torch.full((1,), _NONE.value, dtype=torch.int64, device=device)
     programs = ceil_div(num_ids, BLOCK)
-    launch(_keys_of, programs, ids, count, keys, refused, num_rows, num_ids, p1, p2, p3, BLOCK=BLOCK)
+    launch(_keys_of, programs, ids, count, keys, num_rows, num_ids, p1, p2, p3, BLOCK=BLOCK)
     keys, order = torch.sort(keys, stable=True)
     flags, prefixes, lasts = (torch.empty(num_ids, dtype=torch.int32, device=device) for _ in range(3))
-    launch(_flag_heads, programs, keys, flags, num_ids, p1, p2, p3, SHARED=shared, BLOCK=BLOCK)
-    ranks = torch.cumsum(flags, 0, dtype=torch.int32)
-    starts = torch.zeros(num_ids + 1, dtype=torch.int32, device=device)
     most = min(num_ids, p1 * p2) if shared else num_ids
-    firsts, seconds = (torch.full((most,), p, dtype=torch.int32, device=device) for p in (p1, p2))
+    sizes = num_ids + 1, most, p2 + 1
+    starts, firsts, group_starts = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+    launch(
+        _flag_heads,
+        ceil_div(max(sizes), BLOCK),
+        keys,
+        flags,
+        starts,
+        firsts,
+        group_starts,
+        num_ids,
+        most,
+        p1,
+        p2,
+        p3,
+        SHARED=shared,
+        BLOCK=BLOCK,
+    )
+    ranks = torch.cumsum(flags, 0, dtype=torch.int32)
     launch(
         _list_prefixes,
         programs,
@@ -134,7 +170,7 @@ def arrange(
         lasts,
         starts,
         firsts,
-        seconds,
+        group_starts,
         num_ids,
         p1,
         p2,
@@ -142,18 +178,7 @@ def arrange(
         BLOCK=BLOCK,
     )
     num_prefixes = ranks[-1:] if num_ids else starts
-    return Arrangement(
-        row_factors,
-        order,
-        prefixes,
-        lasts,
-        starts,
-        firsts,
-        seconds,
-        starts_of(seconds, p2),
-        num_prefixes,
-        torch.where(refused == _NONE.value, -1, refused),
-    )
+    return Arrangement(row_factors, order, prefixes, lasts, starts, firsts, group_starts, num_prefixes)
 
 
 def sort_distinct(
@@ -196,8 +221,8 @@ def starts_of(keys: Tensor, num_keys: int) -> Tensor:
 
 
 SIGNATURES = (
-    Signature(_keys_of, "*i64 *i32 *i64 i64 i32 i32 i32 i32", {"BLOCK": BLOCK, "count": None}),
-    Signature(_keys_of, "*i64 *i32 *i64 *i64 i64 i32 i32 i32 i32", {"BLOCK": BLOCK}),
-    Signature(_flag_heads, "*i32 *i32 i32 i32 i32 i32", {"BLOCK": BLOCK, "SHARED": True}),
+    Signature(_keys_of, "*i64 *i32 i64 i32 i32 i32 i32", {"BLOCK": BLOCK, "count": None}),
+    Signature(_keys_of, "*i64 *i32 *i64 i64 i32 i32 i32 i32", {"BLOCK": BLOCK}),
+    Signature(_flag_heads, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"BLOCK": BLOCK, "SHARED": True}),
     Signature(_list_prefixes, "*i32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32", {"BLOCK": BLOCK}),
 )

@@ -25,10 +25,11 @@ class Arrangement:
         prefixes: int32 `[N]`: which prefix each sorted id has; −1 past the last one.
         lasts: int32 `[N]`: i₃ of each; p₃ past the last one.
         starts: int32 `[N + 1]`: where each prefix begins; the first `num_prefixes + 1` are valid.
-        firsts, seconds: int32 `[P]`: i₁ and i₂ of each prefix; p₁ and p₂ past the last one. P is N, or p₁·p₂ if less.
+        firsts: int32 `[P]`: i₁ of each prefix; p₁ past the last one. P is N, or p₁·p₂ if less.
         group_starts: int32 `[p₂ + 1]`: where the prefixes of each i₂ begin.
         num_prefixes: int32 `[1]`.
-        refused: int64 `[1]`: the position of the first id that is no row, or −1. It has no part in anything.
+
+    Ids that are no rows have no part in it.
     """
 
     row_factors: tuple[int, int, int]
@@ -37,10 +38,8 @@ class Arrangement:
     lasts: Tensor
     starts: Tensor
     firsts: Tensor
-    seconds: Tensor
     group_starts: Tensor
     num_prefixes: Tensor
-    refused: Tensor
 
 
 @dataclass(eq=False)
