@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rowmesh.ops.route.cuda import DeviceMap, Routed
     from rowmesh.ops.segment_unique.cuda import Unique
 
-_MUCH = 2**20  # bytes, which take a bus longer than the host takes to change streams
 _BEGIN, _END, _OFFSETS, _MEAN = 0, 1, 2, 7  # of a descriptor, see `rowmesh.ops.pool.cpu`
 
 
@@ -205,7 +204,6 @@ class DeviceIds:
         self._device = device
         self._limits = torch.tensor(limits, device=device)
         self._substitutes = torch.tensor([row or 0 for row in substitutes], device=device)
-        self._copying = Stream.new(device)
         self.refuses = torch.tensor([row is None for row in substitutes], device=device)
 
     def offsets_room(self, count: int) -> Tensor:
@@ -225,13 +223,8 @@ class DeviceIds:
         return bound_ids(ids, offsets, self._limits, self._substitutes, torch.empty_like(ids), outside), outside
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """A copy on the device; the host goes on, and large ones are made beside what the device does already."""
-        if tensor.device.type != "cpu" or tensor.nbytes < _MUCH:
-            return upload(tensor, self._device)
-        copied, current = self._copying.run(lambda: upload(tensor, self._device)), Stream.current(self._device)
-        current.wait_for([self._copying.mark()])
-        current.uses(copied)
-        return copied
+        """A copy on the device; the host goes on."""
+        return upload(tensor, self._device)
 
     def mark(self) -> Mark:
         """What was asked of the current stream so far."""

@@ -35,7 +35,6 @@ MOST_COLUMNS = 4096
 # Elements of a program's tile of rows: two 16-byte loads a thread and gradient, and so few registers (about 60 for
 # float32) that eight programs share a multiprocessor. A long list of entries holds up few other slots.
 _TILE = 1024
-_WARPS = 4
 _RANGES = 128  # of a program that counts
 NO_KIND = -1  # of a range that is not counted
 _UNROLL = tl.constexpr(4)  # entries of a slot whose loads do not wait for one another
@@ -548,7 +547,6 @@ def update(
         1.0 - beta2,
         correction,
         *(decay or (0.0,)),
-        num_warps=_WARPS,
         RULE=rule,
         DECAYS=bool(decay),
         NUM_NODES=merged.num_nodes,
@@ -648,10 +646,7 @@ def _update_signature(
         before = "*i32 *i64 *i64 *i32 " + ("*i64" if num_nodes > 1 else f"*{compute}")
     types = f"{before} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 9
     return Signature(
-        _update_merged,
-        types,
-        {"RULE": rule, "DECAYS": decays, "NUM_NODES": num_nodes, **_shape_of(dim), **missing},
-        _WARPS,
+        _update_merged, types, {"RULE": rule, "DECAYS": decays, "NUM_NODES": num_nodes, **_shape_of(dim), **missing}
     )
 
 

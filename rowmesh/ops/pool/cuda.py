@@ -30,8 +30,6 @@ _FEW = 256  # bags of a program that divides in 64 bits, which takes many regist
 _STORAGE = (torch.float32, torch.bfloat16, torch.float64)
 _INDEX = (torch.int64, torch.int32)
 _UNROLL = tl.constexpr(4)  # loads that do not wait for one another
-_SUM_SHARE = 4  # of the rows that a program could copy it sums so many
-_SUM_WARPS = 4
 _CHUNK_UNROLL = tl.constexpr(8)
 
 
@@ -434,7 +432,7 @@ def backward(
     if count is not None:
         check("count", count, _INDEX, 1, device)
     columns, tile = tile_of_rows(dim, dtype)
-    tile = max(tile // _SUM_SHARE, 1)
+    tile = max(tile // _UNROLL.value, 1)
     common = {"DIM": dim, "DTYPE": _arithmetic(dtype), "ALIGNMENT": filed.alignment, "COLUMNS": columns, "CHUNK": CHUNK}
     num_chunks = ceil_div(num_ids, CHUNK)
     partials = torch.empty(num_chunks, dim, dtype=dtype, device=device)
@@ -462,7 +460,6 @@ def backward(
         out,
         count,
         num_rows,
-        num_warps=_SUM_WARPS,
         ROWS=tile,
         UNROLL=_UNROLL.value,
         ADDS=adds,
@@ -480,7 +477,7 @@ def _signatures(storage: str, compute: str, dim: int, columns: int, tile: int) -
     common = {"DIM": dim, "DTYPE": tl.dtype(compute), "ALIGNMENT": alignment, "COLUMNS": columns}
     single = {"slots": None, "offsets": None, "weights": None, "MEAN": False, "BAGS": tile, "UNROLL": 0}
     chunks = {"factors": None, "CHUNK": CHUNK, "UNROLL": _CHUNK_UNROLL.value}
-    row_sums = {"ROWS": max(tile // _SUM_SHARE, 1), "CHUNK": CHUNK, "UNROLL": _UNROLL.value, "ADDS": False}
+    row_sums = {"ROWS": tile // 4, "CHUNK": CHUNK, "UNROLL": _UNROLL.value, "ADDS": False}
     return (
         Signature(_pool, f"*{storage} *i32 *i64 *{compute}", common | single),
         Signature(
