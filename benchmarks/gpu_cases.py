@@ -18,7 +18,7 @@ from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.segment_unique import cuda as unique_ops
 from rowmesh.optim import RowWiseAdaGrad
 
-COPY_SHARE = 0.6
+COPY_SHARE = 0.8
 _ELEMENT_BYTES, _ID_BYTES, _INVERSE_BYTES = 4, 8, 4
 
 

@@ -475,7 +475,7 @@ def assert_near(mine: list[Seen], expected: list[Seen]) -> None:
 
 
 def _bits(vectors: Vectors | None) -> list[bytes] | None:
-    return None if vectors is None else [each.numpy().tobytes() for each in vectors]
+    return None if vectors is None else [each.cpu().numpy().tobytes() for each in vectors]
 
 
 def _joined_decisions(parts: list[Seen]) -> dict[tuple[int, str], tuple[list[tuple], list[int]]]:
