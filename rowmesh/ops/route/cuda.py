@@ -146,6 +146,15 @@ def _locate(ids, owners, slots, ranges, index, table, num_ids, num_ranges, num_t
     tl.store(slots + i, slot, mask=i < num_ids)
 
 
+@triton.jit
+def _range_of(unique, offsets, u, ranges, index, num_tables, table_steps, range_steps):
+    """Of unique ids: whether they are some, their rows and tables, and the numbers of the ranges that these are in."""
+    is_id = u < tl.load(offsets + num_tables)
+    row = tl.load(unique + u, mask=is_id, other=0)
+    table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
+    return is_id, row, table, _find(ranges, index, num_tables, table, row, range_steps)
+
+
 @triton.jit(
     do_not_specialize=(
         "num_unique",
@@ -181,10 +190,7 @@ def _place_all(
 ):
     """Cell, destination · S′ + segment, and key of every unique id; the last cell for what is no id."""
     u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_id = u < tl.load(offsets + num_tables)
-    row = tl.load(unique + u, mask=is_id, other=0)
-    table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
-    part = _find(ranges, index, num_tables, table, row, range_steps)
+    is_id, row, table, part = _range_of(unique, offsets, u, ranges, index, num_tables, table_steps, range_steps)
     destination, key = _owner(ranges, num_ranges, part, row)
     segment = tl.load(ranges + 6 * num_ranges + part) * num_tables + table
     is_relayed = (tl.load(ranges + 7 * num_ranges + part) & _RELAY) != 0
@@ -216,10 +222,7 @@ def _place_alone(
 ):
     """What `_place_all`, the sort and `_place_sorted` find where there is one rank and one kind of rows."""
     u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_id = u < tl.load(offsets + num_tables)
-    row = tl.load(unique + u, mask=is_id, other=0)
-    table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
-    part = _find(ranges, index, num_tables, table, row, range_steps)
+    is_id, row, table, part = _range_of(unique, offsets, u, ranges, index, num_tables, table_steps, range_steps)
     _, slot = _owner(ranges, num_ranges, part, row)
     tl.store(keys + u, slot.to(tl.int32), mask=is_id)
     tl.store(uniques + u, u.to(tl.int32), mask=is_id)
