@@ -69,7 +69,7 @@ class Pooling:
             gradients: of the outputs.
             may_wait: whether sums may be left to the update, where nothing else can change the gradients until then.
         """
-        may_wait = may_wait and self.device is None and are_sole(gradients)
+        may_wait = may_wait and are_sole(gradients)
         for group, grad in zip(groups, self.by_group(gradients), strict=True):
             if not group.exchange.sums_gradients:
                 continue

@@ -31,7 +31,7 @@ from rowmesh.exchange.route import (
 from rowmesh.faults import reach
 from rowmesh.mesh.channel import Wire
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
-from rowmesh.ops.look_up.device import DeviceLookUps
+from rowmesh.ops.look_up.device import DeviceLookUp, DeviceLookUps, InPlaceLookUp
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
 from rowmesh.ops.memory import Buffer, Memory, array_at, held_bytes
 from rowmesh.ops.merge_update import DeviceMerged, HostMerged, Merged, Merger
@@ -162,7 +162,7 @@ class GroupExchange:
             ranks_per_node=address_map.plan.ranks_per_node,
             key_stride=address_map.key_stride,
         )
-        return DeviceLookUps(device_map, dtype)
+        return DeviceLookUps(device_map, dtype, are_in_place=device_map.is_alone and not self.is_tiered)
 
     def freeze(self, *, is_frozen: bool) -> None:
         """Rows are looked up and not updated from now on, or are trained again."""
@@ -310,7 +310,7 @@ class GroupExchange:
         self.counters.routes += 1
         self.counters.ids += ids.numel()
         look_up = self.look_ups.find(ids, offsets, layout, bags)
-        if look_up.routed is not None:
+        if self.group.storage != "tensor_train":
             look_up.source = self.arena.rows
         return RouteGroup(self, layout, look_up)
 
@@ -474,7 +474,25 @@ class GroupExchange:
     def count_alone(self, group: DeviceRouteGroup) -> None:
         """Counts what a batch on a device asked for and is updated now, where no other batch or rank has a part."""
         self.counters.add_accesses(self.accesses(group))
-        self.counters.distinct += group.look_up.unique.offsets.diff()
+        self._count_distinct(group.look_up, self.counters.distinct)
+
+    def _count_distinct(self, look_up: DeviceLookUp, counts: Tensor) -> None:
+        """Adds how many distinct ids of each table a rank alone looked up to int64 `[S]` on the device."""
+        if isinstance(look_up, InPlaceLookUp):
+            self._slot_tables.count(look_up.touched(), counts)
+        else:
+            counts += look_up.unique.offsets.diff()
+
+    def sizes_on_device(self, group: AnyRouteGroup) -> Tensor:
+        """int64 `[2, W, S′]`: what a batch asks for, by destination and segment: distinct ids, and ids."""
+        look_up = group.look_up
+        if not isinstance(look_up, InPlaceLookUp):
+            return look_up.found.sizes
+        assert self.device is not None
+        accesses = upload(torch.from_numpy(self.accesses(group)), self.device)
+        distinct = torch.zeros_like(accesses)
+        self._count_distinct(look_up, distinct)
+        return torch.stack([distinct, accesses]).unsqueeze(1)
 
     def accesses(self, group: AnyRouteGroup) -> NDArray[np.int64]:
         """int64 `[S]`: ids that a batch has of each table."""

@@ -23,7 +23,8 @@ from rowmesh.errors import DataError, IdRangeError
 from rowmesh.exchange.frames import DynamicIds, Resolve, put_frames
 from rowmesh.layout import Layouts
 from rowmesh.ops.look_up import HostLookUp, UniqueIds
-from rowmesh.ops.look_up.device import DeviceIds, DeviceLookUp
+from rowmesh.ops.look_up.device import DeviceLookUp
+from rowmesh.ops.look_up.device_ids import DeviceIds
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.pool.layout import GroupLayout
@@ -109,7 +110,7 @@ class RouteGroup(Generic[L]):
         if isinstance(look_up, HostLookUp):
             traffic.add(address_map, look_up.send.segment_offsets, look_up.send.accesses)
         else:  # the host learns it when that is taken
-            traffic.add_on_device(address_map, look_up.found.sizes)
+            traffic.add_on_device(address_map, self.exchange.sizes_on_device(self))
 
     def release(self) -> None:
         """Gives memory back; rows may leave fast memory."""
@@ -397,7 +398,7 @@ class Router:
             weights = weights.detach()
             weights = weights if weights.dtype in (torch.float32, torch.float64) else weights.float()
             weights = device_ids.upload(weights)
-        ids = device_ids.upload(batch.ids) if framed is None else framed.upload(device_ids.upload)
+        ids = batch.ids if framed is None else framed.upload(device_ids.upload)
         rows, outside = device_ids.bound(ids, shape.offsets)
         route.late = LateIdCheck(outside, device_ids.refuses, route, moment)
         first = 0

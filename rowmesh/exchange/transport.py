@@ -31,7 +31,6 @@ from rowmesh.ops.transfer import Late
 from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
 
-_NO_SLOT = -1  # the bits of 2³² − 1, which merging leaves out
 Meanwhile = Callable[[AnyRouteGroup], None]
 """What is done for each group while its rows travel."""
 
@@ -151,16 +150,15 @@ class LocalTransport(Transport):
             exchange.count_merged(sources)
 
     def _update_on_device(self, exchange: GroupExchange, groups: Sequence[DeviceRouteGroup], update: Update) -> None:
-        from rowmesh.ops.merge_update.cuda import merge, singles
+        from rowmesh.ops.merge_update.cuda import merge
 
         pinned = [group.pinned for group in groups]
         if len(groups) == 1:
             look_up = groups[0].look_up
-            merged = singles(look_up.places.to(torch.int64), look_up.unique.num_unique)
-            exchange.apply(merged.with_gradients(look_up.summed), update, num=look_up.num_found)
+            exchange.apply(look_up.take_gradients(), update, num=look_up.num_found)
             exchange.count_alone(groups[0])
         else:
-            merged = merge(torch.cat([_slots(group) for group in groups]), most=len(groups))
+            merged = merge(torch.cat([group.look_up.touched().valid_slots for group in groups]), most=len(groups))
             gradients = torch.cat([group.look_up.summed for group in groups])
             exchange.apply(merged.with_gradients(gradients), update)
             exchange.count(np.sum([exchange.accesses(group) for group in groups], axis=0), merged, pinned)
@@ -175,13 +173,6 @@ class LocalTransport(Transport):
         self._late.clear()
 
 
-def _slots(group: DeviceRouteGroup) -> Tensor:
-    """The slots of the unique ids, then no slots: int32 `[N]`."""
-    places = group.look_up.places
-    number = torch.arange(places.numel(), device=places.device)
-    return torch.where(number < group.look_up.unique.num_unique, places, _NO_SLOT)
-
-
 # Ids that are no rows, on a device: counted there, looked at by the host before anything is updated
 
 
@@ -192,7 +183,7 @@ def count_unique(group: DeviceRouteGroup, numbers: Sequence[int]) -> None:
 
 
 def _num_unique(group: DeviceRouteGroup) -> Tensor:
-    return group.look_up.unique.num_unique
+    return group.look_up.count
 
 
 class LateChecks:

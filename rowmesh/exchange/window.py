@@ -86,7 +86,7 @@ class WindowGroup:
         """Lets micro-batches read the rows fetched for the whole batch; on a CPU they do so anyway."""
         if isinstance(self.memory, DeviceWindow):
             look_up = self.group.look_up
-            slots = look_up.slots if look_up.order is None else places_in(look_up.order)
+            slots = look_up.in_window[1] if look_up.order is None else places_in(look_up.order)
             self.memory.read(look_up.source, slots, look_up.num_unique)
 
     def gather_gradients(self) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rowmesh.errors import RowmeshError
+
 
 def are_sole(gradients: Sequence[Tensor]) -> bool:
     """Whether no program and no graph can change any of the gradients that a `torch.autograd.Function` was given.
@@ -62,3 +64,27 @@ def _only_references() -> set[tuple[int, ...]]:
             used = vector.view(3, 2) if is_view else vector
             (used * 2.0).backward(torch.ones_like(used))
     return set(found)
+
+
+class LeftGradient:
+    """A gradient that was left to the update, which must find it as it was.
+
+    Args:
+        grad: of the output of a look-up, contiguous.
+    """
+
+    def __init__(self, grad: Tensor) -> None:
+        self._grad, self._version = grad, grad._version
+
+    def take(self) -> Tensor:
+        """The gradient.
+
+        Raises:
+            RowmeshError: it was changed since.
+        """
+        if self._grad._version != self._version:
+            raise RowmeshError(
+                "the gradient of looked-up vectors was changed in place between backward and step, through memory that "
+                "nothing seemed to refer to; change it in a hook of the vectors (register_hook), which runs in backward"
+            )
+        return self._grad

@@ -1,5 +1,6 @@
 """Merge and update in Triton against their reference: order of sums, hot slots, nodes, far rows, every rule."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import hypothesis.strategies as st
@@ -58,6 +59,54 @@ def summed(merged, gradients):
     num = int(merged.num)
     assert out[num:].isnan().all()
     return out[:num].cpu()
+
+
+@settings(max_examples=20)
+@given(slots=st.lists(st.sampled_from([0, 1, 7, 2**31 - 2, 2**31 - 1]), max_size=40))
+def test_numbers_are_merged_like_slots(device, slots):
+    """But for 2³¹ − 1, which is left out."""
+    merged = cuda.merge_numbers(torch.tensor(slots, dtype=torch.int32, device=device))
+    kept = [entry for entry in sorted(range(len(slots)), key=slots.__getitem__) if slots[entry] < 2**31 - 1]
+    distinct = sorted({slots[entry] for entry in kept})
+    num = len(distinct)
+    assert int(merged.num) == num
+    assert merged.order[: len(kept)].tolist() == kept
+    assert merged.slots[:num].tolist() == distinct
+    starts = merged.starts[: num + 1].tolist()
+    assert [slots[kept[first]] for first in starts[:-1]] == distinct
+    assert starts[-1] == len(kept)
+
+
+@settings(max_examples=20)
+@given(
+    slots=st.lists(st.sampled_from([3, 4, 9]), min_size=1, max_size=30),
+    dim=st.sampled_from([3, 8]),
+    has_factors=st.booleans(),
+    data=st.data(),
+)
+def test_gradients_may_be_cells_of_a_tensor(device, slots, dim, has_factors, data):
+    """Where each begins is said in elements; they are summed as if they stood one after the other."""
+    count, generator = len(slots), torch.Generator().manual_seed(dim)
+    cells = torch.tensor([data.draw(st.integers(0, 20)) * 8 for _ in slots], device="cpu")
+    grad = torch.randn(40, 8, generator=generator, device="cpu")
+    factors = torch.rand(count, generator=generator, device="cpu") if has_factors else None
+    entries = torch.stack([grad.flatten()[cell : cell + dim] for cell in cells.tolist()])
+    weighed = entries if factors is None else entries * factors[:, None]
+    merged = cuda.merge(torch.tensor(slots, device=device))
+    order = merged.order.cpu()
+    filed = replace(
+        merged,
+        order=cells[order].to(device),
+        cells_alignment=8,
+        factors=None if factors is None else factors[order].to(device),
+    )
+    out = torch.full((count, dim), torch.nan, device=device)
+    sums = cuda.sum_merged(filed, grad.to(device), out)[: int(merged.num)]
+    assert torch.equal(sums.cpu(), sums_in_order(slots, weighed))
+    rows = [torch.zeros(10, dim, device=device) for _ in range(2)]
+    cuda.update(rows[0], (), filed, grad.to(device), "sgd", (0.5, 1.0, 0.0, 0.0, 0.0, 1.0))
+    cuda.update(rows[1], (), merged, weighed.to(device), "sgd", (0.5, 1.0, 0.0, 0.0, 0.0, 1.0))
+    assert torch.equal(*rows)
 
 
 @settings(max_examples=20)

@@ -14,7 +14,7 @@ from tests.support.memory import Poisoned
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
-cuda = kernels_of("pool")
+cuda, merging = map(kernels_of, ("pool", "merge_update"))
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
@@ -84,6 +84,16 @@ class Job:
         assert torch.equal(out.result()[:written].cpu(), expected[:written])
         assert bool(out.result()[written:].isnan().all())
 
+    def check_merged(self):
+        """The same sums of ids by slot, of which those of rows that occur are made."""
+        grad = torch.randn(self.num_bags, self.width, dtype=self.compute, generator=torch.Generator().manual_seed(1))
+        merged = merging.merge_numbers(self.inverse.to(self.device))
+        filed = cuda.file_merged(merged, self.bags, self.compute)
+        out = torch.empty(self.num_ids, self.dim, dtype=self.compute, device=self.device)
+        sums = merging.sum_merged(filed, grad.to(self.device), out)[: int(merged.num)]
+        expected = reference.pool_backward(self.by_bag(grad), self.inverse, self.offsets, self.num_rows, self.factors)
+        assert torch.equal(sums.cpu(), expected[merged.slots[: int(merged.num)].cpu()])
+
 
 def test_sums_go_on_from_what_is_there(device):
     """Over two parts of a batch they are those of the whole; rows that a part does not have are not even written."""
@@ -109,6 +119,7 @@ def test_sums(device, dim, dtype, is_fixed):
     assert not job.bags.has_factors
     job.check_forward()
     job.check_backward()
+    job.check_merged()
 
 
 @pytest.mark.parametrize("weighted", [None, torch.float32, torch.float64])
@@ -120,6 +131,7 @@ def test_factors(device, dtype, weighted):
         job = Job(device, 12, dtype, lengths, is_mean=is_mean, weights=weights)
         job.check_forward()
         job.check_backward()
+        job.check_merged()
 
 
 def test_one_id_a_bag_is_copied(device):
@@ -128,6 +140,7 @@ def test_one_id_a_bag_is_copied(device):
     assert job.bags.is_single
     job.check_forward()
     job.check_backward()
+    job.check_merged()
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -140,6 +153,7 @@ def test_no_ids(device, lengths):
     job = Job(device, 4, torch.float32, lengths)
     job.check_forward()
     job.check_backward()
+    job.check_merged()
 
 
 @settings(max_examples=12)
@@ -153,6 +167,7 @@ def test_any_bags(device, lengths, num_rows, is_mean):
     job = Job(device, 3, torch.float32, lengths, num_rows, is_mean=is_mean)
     job.check_forward()
     job.check_backward(count=num_rows // 2)
+    job.check_merged()
 
 
 def test_rows_of_many_ids_are_summed_in_chunks(device, monkeypatch):

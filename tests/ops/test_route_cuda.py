@@ -1,5 +1,7 @@
 """Route in Triton against its reference and the plan: destinations, keys and the stable sort."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -111,3 +113,22 @@ def test_many_cells_need_wider_keys(device):
     order = sorted(range(90), key=lambda u: (places[u][0], u // 10))
     assert routed.uniques.tolist() == order
     assert int(routed.counts.sum()) == 90
+
+
+@settings(max_examples=15)
+@given(requests=requests(), spare=st.integers(0, 3))
+def test_places_of_a_rank_alone(device, requests, spare):
+    """Ids may occur more than once; those past the last table's have no place."""
+    address_map, rows, offsets, _ = requests
+    plan = replace(address_map.plan, world_size=1, ranks_per_node=1)
+    plan = replace(
+        plan, tables=tuple(replace(t, ranges=(RowRange(0, t.shape.num_rows, "fixed"),)) for t in plan.tables)
+    )
+    alone = AddressMap(plan, [table.name for table in plan.tables], 0)
+    device_map = on_device(alone, device)
+    assert device_map.is_alone
+    ids = torch.tensor(rows + [-5] * spare, dtype=torch.int64)
+    slots = cuda.place(device_map, ids.to(device), offsets.to(device)).tolist()
+    tables = torch.arange(alone.num_tables).repeat_interleave(offsets.diff()).tolist()
+    expected = [alone.locate(table, row)[1] for table, row in zip(tables, rows, strict=True)]
+    assert slots == expected + [2**31 - 1] * spare

@@ -1,14 +1,16 @@
-"""Gradients that the update sums itself: the same bits as when they are summed before."""
+"""Gradients that the update sums itself, on a CPU and a device: the same bits as when they are summed before."""
 
 import pytest
 import torch
 
-import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.errors import RowmeshError
+from rowmesh.ops.look_up import HostLookUp
+from rowmesh.ops.look_up.device import InPlaceLookUp
 from rowmesh.ops.merge_update import sum_merged
 from rowmesh.ops.merge_update.handles import Unsummed
 from rowmesh.optim import RULES
+from tests.support.triton import kernels_of
 
 B = 40
 generator = torch.Generator().manual_seed(3)
@@ -20,14 +22,22 @@ BAGS = {
 NUM_IDS = sum(len(bag) for bags in BAGS.values() for bag in bags)
 
 
-def a_collection(rule="row_wise_adagrad", dim=3, dtype=torch.float32, **options):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.triton)])
+def place(request):
+    """Where rows are."""
+    if request.param == "cuda":
+        kernels_of("pool")  # or it is skipped
+    return request.param
+
+
+def a_collection(rule="row_wise_adagrad", dim=3, dtype=torch.float32, place="cpu", **options):
     optimizer = RULES[rule](lr=0.1, **options)
     tables = [
         TableSpec(name="a", num_rows=9, dim=dim, pooling="sum", optimizer=optimizer, dtype=dtype),
         TableSpec(name="b", num_rows=50, dim=dim, pooling="mean", optimizer=optimizer, dtype=dtype),
         TableSpec(name="s", num_rows=5, dim=dim, pooling="none", optimizer=optimizer, dtype=dtype),
     ]
-    return EmbeddingCollection(tables)
+    return EmbeddingCollection(tables, device=place)
 
 
 def a_batch(weighted=False):
@@ -41,7 +51,7 @@ def a_batch(weighted=False):
 def loss(embeddings, batch, seed=1):
     out, noise = embeddings(batch), torch.Generator().manual_seed(seed)
     pooled, sequence = (
-        (part * torch.randn(part.shape, generator=noise, dtype=part.dtype)).sum()
+        (part * torch.randn(part.shape, generator=noise, dtype=part.dtype).to(part.device)).sum()
         for part in (out.values, out["s"].values)
     )
     return pooled + sequence
@@ -69,15 +79,24 @@ def sums_first(monkeypatch):
 def sums_later(monkeypatch):
     """Counts the groups whose sums are left to the update."""
     found = []
-    real = rowmesh.ops.look_up.HostLookUp.unsummed
 
-    def counted(look_up):
-        merged = real(look_up)
-        found.append(merged is not None)
-        return merged
+    def count(kind, name):
+        real = getattr(kind, name)
 
-    monkeypatch.setattr("rowmesh.ops.look_up.HostLookUp.unsummed", counted)
+        def counted(look_up):
+            found.append(is_left(look_up))
+            return real(look_up)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    count(HostLookUp, "unsummed")
+    count(InPlaceLookUp, "take_gradients")
     return found
+
+
+def is_left(look_up):
+    """Whether sums are left to the update."""
+    return look_up._left is not None if isinstance(look_up, InPlaceLookUp) else look_up.waiting is not None
 
 
 CASES = [
@@ -90,8 +109,8 @@ CASES = [
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("rule, dim, dtype, options", CASES)
-def test_the_same_bits(rule, dim, dtype, options, weighted, sums_first, sums_later):
-    mine, theirs = (a_collection(rule, dim, dtype, **options) for _ in range(2))
+def test_the_same_bits(rule, dim, dtype, options, weighted, place, sums_first, sums_later):
+    mine, theirs = (a_collection(rule, dim, dtype, place, **options) for _ in range(2))
     batch = a_batch(weighted)
     for embeddings in (mine, theirs):
         optimizer = EmbeddingOptimizer(embeddings)
@@ -108,9 +127,9 @@ def test_the_same_bits(rule, dim, dtype, options, weighted, sums_first, sums_lat
     assert [counters.table_accesses for counters in mine.counters] == [c.table_accesses for c in theirs.counters]
 
 
-def a_step(between, num_look_ups=1):
+def a_step(between, place, num_look_ups=1):
     """The rows after one step, with something done before it."""
-    embeddings = a_collection()
+    embeddings = a_collection(place=place)
     optimizer = EmbeddingOptimizer(embeddings)
     for number in range(num_look_ups):
         loss(embeddings, a_batch(), number).backward()
@@ -120,33 +139,31 @@ def a_step(between, num_look_ups=1):
 
 
 @pytest.mark.parametrize("num_look_ups", [1, 3])
-def test_what_reads_sums_before_the_step_changes_nothing(num_look_ups, sums_first):
+def test_what_reads_sums_before_the_step_changes_nothing(num_look_ups, place, sums_first):
     def clip(embeddings):
         assert embeddings.engine.gradient_norm() > 0
 
     def check(embeddings):
         assert embeddings.engine.check_pending()
 
-    later = [a_step(between, num_look_ups) for between in (lambda embeddings: None, clip, check)]
+    later = [a_step(between, place, num_look_ups) for between in (lambda embeddings: None, clip, check)]
     sums_first()
-    first = a_step(clip, num_look_ups)
+    first = a_step(clip, place, num_look_ups)
     assert all(are_equal(rows, first) for rows in later)
 
 
-def test_one_look_up_waits_at_most(sums_later):
-    embeddings = a_collection()
+def test_one_look_up_waits_at_most(place):
+    embeddings = a_collection(place=place)
     for number in range(3):
         loss(embeddings, a_batch(), number).backward()
-    waiting = [
-        group.look_up.unsummed() is not None for route in embeddings.engine.pending.routes for group in route.groups
-    ]
+    waiting = [is_left(group.look_up) for route in embeddings.engine.pending.routes for group in route.groups]
     assert waiting == [True, True] + [False] * 4
 
 
-def test_a_gradient_that_the_program_has_may_change_before_the_step(sums_later):
+def test_a_gradient_that_the_program_has_may_change_before_the_step(place, sums_later):
     rows = []
     for changes in (False, True):
-        embeddings = a_collection()
+        embeddings = a_collection(place=place)
         optimizer = EmbeddingOptimizer(embeddings)
         values = embeddings(a_batch()).values
         gradient = torch.ones_like(values)
@@ -159,9 +176,9 @@ def test_a_gradient_that_the_program_has_may_change_before_the_step(sums_later):
     assert not any(sums_later)
 
 
-def test_a_change_that_nothing_could_foresee_is_an_error(monkeypatch):
+def test_a_change_that_nothing_could_foresee_is_an_error(place, monkeypatch):
     monkeypatch.setattr("rowmesh.pooling.are_sole", lambda gradients: True)
-    embeddings = a_collection()
+    embeddings = a_collection(place=place)
     values = embeddings(a_batch()).values
     gradient = torch.ones_like(values)
     values.backward(gradient)

@@ -13,7 +13,6 @@ the host, and on several ranks it waits for what is asked of this one (`GroupExc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,10 +22,10 @@ from torch import Tensor
 
 from rowmesh.ops.pool.handles import Bags, FiledCells
 from rowmesh.ops.pool.layout import GroupLayout
-from rowmesh.ops.streams import Mark, Stream
-from rowmesh.ops.transfer import upload
+from rowmesh.ops.sole import LeftGradient
 
 if TYPE_CHECKING:
+    from rowmesh.ops.merge_update import DeviceMerged
     from rowmesh.ops.route.cuda import DeviceMap, Routed
     from rowmesh.ops.segment_unique.cuda import Unique
 
@@ -55,21 +54,45 @@ class DeviceLookUp:
     """
 
     source: Tensor
+    unique: Unique
     uniques: Tensor
 
-    def __init__(
-        self, layout: GroupLayout, bags: Bags | None, unique: Unique, routed: Routed | None, dtype: torch.dtype
-    ) -> None:
-        self.layout, self.bags, self.unique, self.routed, self.gradient_dtype = layout, bags, unique, routed, dtype
-        self.num_unique, self.recover = layout.num_ids, unique.inverse
+    def __init__(self, layout: GroupLayout, bags: Bags | None, recover: Tensor, dtype: torch.dtype) -> None:
+        self.layout, self.bags, self.recover, self.gradient_dtype = layout, bags, recover, dtype
+        self.num_unique = layout.num_ids
+        self.routed: Routed | None = None
         self.num_found: int | None = None
         self.slots: Tensor | None = None
         self.order: Tensor | None = None
         self.filed: FiledCells | None = None
         self.gradients: Tensor | None = None
         self.wanted: NDArray[np.uint32] = np.empty(0, np.uint32)
+
+    @classmethod
+    def of_unique(
+        cls, layout: GroupLayout, bags: Bags | None, unique: Unique, routed: Routed | None, dtype: torch.dtype
+    ) -> DeviceLookUp:
+        """A look-up of unique ids."""
+        look_up = cls(layout, bags, unique.inverse, dtype)
+        look_up.unique, look_up.routed = unique, routed
         if routed is not None:
-            self.slots, self.uniques = routed.keys, routed.uniques
+            look_up.slots, look_up.uniques = routed.keys, routed.uniques
+        return look_up
+
+    @property
+    def count(self) -> Tensor:
+        """Int `[1]`: how many unique ids there are."""
+        return self.unique.num_unique
+
+    @property
+    def inverse(self) -> Tensor:
+        """int32 `[N]`: which unique id each id is."""
+        return self.unique.inverse
+
+    @property
+    def in_window(self) -> tuple[Tensor, Tensor | None]:
+        """int32 `[N]`: which slot each id of a window reads; and the slots: None: each what it says."""
+        return self.inverse, self.slots
 
     @property
     def summed(self) -> Tensor:
@@ -78,16 +101,17 @@ class DeviceLookUp:
         return self.gradients
 
     @property
-    def places(self) -> Tensor:
-        """int32 `[num_unique]`: where rows that need not travel are in the arena."""
-        assert self.slots is not None
-        return self.slots
-
-    @property
     def found(self) -> Routed:
         """Where each unique id is asked for."""
         assert self.routed is not None
         return self.routed
+
+    def touched(self) -> DeviceMerged:
+        """The rows of a rank alone that are to be updated, each with one gradient."""
+        from rowmesh.ops.merge_update.cuda import singles
+
+        assert self.slots is not None
+        return singles(self.slots.to(torch.int64), self.count)
 
     def compose(self) -> None:
         """Has ids read the rows that were fetched, which stand in the order in which they were asked for: sorted."""
@@ -96,11 +120,18 @@ class DeviceLookUp:
 
     def compress(self, layout: GroupLayout) -> None:
         """Files the output cells of every row, for the backward; may run while rows travel."""
+        if self.filed is None:
+            self.filed = self._file(self.recover)
+
+    def file(self) -> FiledCells | DeviceMerged:
+        """The output cells by unique id, or by slot, for a window of one micro-batch."""
+        return self._file(self.inverse)
+
+    def _file(self, inverse: Tensor) -> FiledCells:
         from rowmesh.ops.pool import cuda
 
-        if self.filed is None:
-            assert self.bags is not None
-            self.filed = cuda.file_cells(self.recover, self.bags, self.num_unique, self.gradient_dtype)
+        assert self.bags is not None
+        return cuda.file_cells(inverse, self.bags, self.num_unique, self.gradient_dtype)
 
     def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
         """Writes the group's columns of the output; `bags` has the weights."""
@@ -118,8 +149,16 @@ class DeviceLookUp:
         self.gradients = torch.empty(
             self.num_unique, self.source.shape[1], dtype=self.gradient_dtype, device=grad.device
         )
-        cuda.backward(grad, self.filed, self.gradients, self.unique.num_unique)
+        cuda.backward(grad, self.filed, self.gradients, self.count)
         self.filed = None
+
+    def leave_backward(self, layout: GroupLayout, grad: Tensor) -> None:
+        """Sums the gradients, too: they can be left to the update of rows that are read in place alone."""
+        self.backward(layout, grad)
+
+    def take_gradients(self) -> DeviceMerged:
+        """The rows of a rank alone and their gradients, for one update."""
+        return self.touched().with_gradients(self.summed)
 
     def keep_rows(self) -> Tensor:
         """The rows that `recover` counts, for `weight_gradients`; those of the arena copied, since steps change it."""
@@ -127,21 +166,129 @@ class DeviceLookUp:
 
         if self.slots is None:
             return self.source
-        return cuda.gather(self.source, self.slots, count=self.unique.num_unique)
+        return cuda.gather(self.source, self.slots, count=self.count)
 
     def weight_gradients(self, layout: GroupLayout, rows: Tensor, grad: Tensor, out: Tensor) -> None:
         """Writes the gradients of the weights of the group's ids into `out`, `[ids of the batch]`."""
+        self._weigh(rows, self.recover, layout, grad, out)
+
+    def _weigh(self, rows: Tensor, inverse: Tensor, layout: GroupLayout, grad: Tensor, out: Tensor) -> None:
         from rowmesh.ops.weigh import cuda
 
         assert self.bags is not None
         first = int(layout.features[0, _BEGIN])  # ids of a batch on a device stand in the order of the groups
-        cuda.weight_gradients(rows, self.recover, self.bags, grad, out[first : first + layout.num_ids])
+        cuda.weight_gradients(rows, inverse, self.bags, grad, out[first : first + layout.num_ids])
 
     def is_finite(self) -> Tensor:
         """Whether all summed gradients are finite: one boolean, on the device."""
         numbers = torch.arange(self.num_unique, device=self.summed.device)
-        is_unused = numbers >= self.unique.num_unique  # never written
+        is_unused = numbers >= self.count  # never written
         return (self.summed.isfinite().all(1) | is_unused).all()
+
+
+class InPlaceLookUp(DeviceLookUp):
+    """One batch of one group on a rank alone, whose rows are read and updated where they are.
+
+    Ids are sorted by their slots once, which brings equal ones together for the update; the look-up itself reads each
+    row by its slot, and does not need to know which ids are equal.
+
+    Args:
+        layout, bags: as of a `DeviceLookUp`.
+        slots: int32 `[N]`: of each id.
+        dtype: of gradients.
+
+    Attributes:
+        by_slot: the ids by distinct slot.
+    """
+
+    def __init__(self, layout: GroupLayout, bags: Bags | None, slots: Tensor, dtype: torch.dtype) -> None:
+        from rowmesh.ops.merge_update.cuda import merge_numbers
+
+        super().__init__(layout, bags, slots, dtype)
+        self.by_slot = merge_numbers(slots)
+        self._cells: DeviceMerged | None = None
+        self._left: LeftGradient | None = None
+
+    @property
+    def count(self) -> Tensor:
+        """int32 `[1]`: how many distinct ids there are."""
+        return self.by_slot.num
+
+    @property
+    def inverse(self) -> Tensor:
+        """int32 `[N]`: which of the distinct slots each id has; made for those who ask."""
+        assert self.by_slot.order is not None
+        assert self.by_slot.ranks is not None
+        numbers = self.by_slot.ranks - 1
+        return torch.empty_like(numbers).scatter_(0, self.by_slot.order, numbers)
+
+    @property
+    def in_window(self) -> tuple[Tensor, Tensor | None]:
+        """The slot of each id, and None."""
+        return self.recover, None
+
+    def touched(self) -> DeviceMerged:
+        """The rows that are to be updated, each with one gradient."""
+        from rowmesh.ops.merge_update.cuda import singles
+
+        return singles(self.by_slot.slots, self.by_slot.num)
+
+    def file(self) -> DeviceMerged:
+        """The ids by distinct slot, with the output cell of each."""
+        from rowmesh.ops.pool.cuda import file_merged
+
+        if self._cells is None:
+            assert self.bags is not None
+            self._cells = file_merged(self.by_slot, self.bags, self.gradient_dtype)
+        return self._cells
+
+    def compress(self, layout: GroupLayout) -> None:
+        """Finds the output cell of every id, for the backward; may be done before."""
+        self.file()
+
+    def backward(self, layout: GroupLayout, grad: Tensor) -> None:
+        """Sums the gradients of equal ids, in the order of the ids."""
+        self.leave_backward(layout, grad)
+        self._sum()
+
+    def leave_backward(self, layout: GroupLayout, grad: Tensor) -> None:
+        """Leaves the sums to the update; the gradient, contiguous, must stay as it is until then."""
+        self.file()
+        self._left = LeftGradient(grad)
+
+    def _sum(self) -> None:
+        from rowmesh.ops.merge_update.cuda import sum_merged
+
+        if self._left is not None:
+            grad, self._left = self._left.take(), None
+            self.gradients = grad.new_empty(self.num_unique, self.source.shape[1])
+            sum_merged(self.file(), grad, self.gradients)
+            self._cells = None
+
+    @property
+    def summed(self) -> Tensor:
+        """The gradients by distinct slot."""
+        self._sum()
+        assert self.gradients is not None
+        return self.gradients
+
+    def take_gradients(self) -> DeviceMerged:
+        """The rows and their gradients, for one update: which sums them, where nobody has asked for sums."""
+        if self._left is None:
+            return self.touched().with_gradients(self.summed)
+        grad, self._left = self._left.take(), None
+        cells, self._cells = self.file(), None
+        return cells.with_gradients(grad)
+
+    def keep_rows(self) -> Tensor:
+        """The rows of the distinct slots, copied, since steps change them."""
+        from rowmesh.ops.gather import cuda
+
+        return cuda.gather(self.source, self.by_slot.slots, count=self.count)
+
+    def weight_gradients(self, layout: GroupLayout, rows: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Writes the gradients of the weights of the group's ids into `out`, `[ids of the batch]`."""
+        self._weigh(rows, self.inverse, layout, grad, out)
 
 
 class DeviceLookUps:
@@ -150,6 +297,7 @@ class DeviceLookUps:
     Args:
         device_map: where rows are asked for; None where they are computed.
         dtype: of vectors and gradients.
+        are_in_place: whether the device has all rows, and other ranks none.
 
     Attributes:
         num_lent: look-ups that routes have.
@@ -157,8 +305,8 @@ class DeviceLookUps:
 
     num_bytes = 0  # torch's allocator has the memory
 
-    def __init__(self, device_map: DeviceMap | None, dtype: torch.dtype) -> None:
-        self._map, self._dtype = device_map, dtype
+    def __init__(self, device_map: DeviceMap | None, dtype: torch.dtype, *, are_in_place: bool = False) -> None:
+        self._map, self._dtype, self._are_in_place = device_map, dtype, are_in_place
         self.num_lent = 0
 
     def find(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceLookUp:
@@ -170,80 +318,23 @@ class DeviceLookUps:
             layout: of the group's features.
             bags: the same for kernels; None where there is none.
         """
-        from rowmesh.ops.route.cuda import route
+        from rowmesh.ops.route.cuda import place, route
         from rowmesh.ops.segment_unique.cuda import segment_unique
 
+        if self._are_in_place:
+            assert self._map is not None
+            self.num_lent += 1
+            return InPlaceLookUp(layout, bags, place(self._map, ids, offsets), self._dtype)
         unique = segment_unique(ids, offsets)
         routed = None
         if self._map is not None:
             routed = route(self._map, unique.unique, unique.offsets, unique.counts)
         self.num_lent += 1
-        return DeviceLookUp(layout, bags, unique, routed, self._dtype)
+        return DeviceLookUp.of_unique(layout, bags, unique, routed, self._dtype)
 
     def give_back(self, look_up: DeviceLookUp) -> None:
         """The route of a look-up is gone."""
         self.num_lent -= 1
-
-
-class DeviceIds:
-    """The ids of a batch on a device, those outside their table made the row that its policy names.
-
-    Where the policy is to refuse them that is row 0; how many there were stays on the device until the host reads the
-    sizes, before anything is updated.
-
-    Args:
-        limits: rows of the table of each feature.
-        substitutes: the row that ids outside it are made, or None where they are refused.
-        device: where.
-
-    Attributes:
-        refuses: bool `[F]` on the device: where there is none.
-    """
-
-    def __init__(self, limits: Sequence[int], substitutes: Sequence[int | None], device: torch.device) -> None:
-        self._device = device
-        self._limits = torch.tensor(limits, device=device)
-        self._substitutes = torch.tensor([row or 0 for row in substitutes], device=device)
-        self.refuses = torch.tensor([row is None for row in substitutes], device=device)
-
-    def offsets_room(self, count: int) -> Tensor:
-        """Memory for offsets, from which the device copies without the host."""
-        return torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
-
-    def bound(self, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows; and how many ids of each feature were none, int64 `[F]`.
-
-        Args:
-            ids: int64 `[N]` on the device.
-            offsets: int64 `[F + 1]` on the device: where those of each feature begin.
-        """
-        from rowmesh.ops.bound_ids.cuda import bound_ids
-
-        outside = torch.zeros_like(self._limits)
-        return bound_ids(ids, offsets, self._limits, self._substitutes, torch.empty_like(ids), outside), outside
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """A copy on the device; the host goes on."""
-        return upload(tensor, self._device)
-
-    def mark(self) -> Mark:
-        """What was asked of the current stream so far."""
-        return Stream.current(self._device).mark()
-
-    def wait_for(self, mark: Mark) -> None:
-        """What is asked of the current stream from now on begins when a mark has passed; the host goes on."""
-        if not mark.has_passed:
-            Stream.current(self._device).wait_for([mark])
-
-    def bags(self, layout: GroupLayout, first_bags: np.ndarray, offsets: Tensor | None) -> Bags:
-        """The bags of a group, or of a run of its samples, whose ids then stand together; without weights.
-
-        Args:
-            layout: of the group's features.
-            first_bags: int64 `[F]`: where the bounds of each feature's bags begin among those of the batch.
-            offsets: of all bags of the batch; None where they are equally long.
-        """
-        return Bags.describe(descriptors(layout, first_bags), self._device, offsets)
 
 
 def descriptors(layout: GroupLayout, first_bags: np.ndarray) -> list[list[int]]:

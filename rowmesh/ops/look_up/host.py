@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.errors import RowmeshError
 from rowmesh.ops import pool as ops
 from rowmesh.ops.memory import Buffer, Memory, Scratch, held_bytes, round_up
 from rowmesh.ops.merge_update.handles import Unsummed
@@ -17,6 +16,7 @@ from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.route import route
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
+from rowmesh.ops.sole import LeftGradient
 from rowmesh.ops.weigh import kernels as weighing_kernels
 
 _numbers = itertools.count()  # identifies send buffers for as long as the process lives
@@ -96,7 +96,7 @@ class HostLookUp:
         relayed: rows of other nodes that any rank of this node asked this one for, as a node leader.
         requests: uint32: slots that other ranks asked of this one.
         replies: rows sent to other ranks, then gradients received from them.
-        waiting: a gradient of the output that is still to be summed, its version, and the address of its factors.
+        waiting: a gradient of the output that is still to be summed, and the address of its factors.
     """
 
     def __init__(self, of: HostLookUps, send: SendBuffer) -> None:
@@ -112,7 +112,7 @@ class HostLookUp:
         self.num_ids = -1
         self.make_room(0)
         self.is_filed = False
-        self.waiting: tuple[Tensor, int, int] | None = None
+        self.waiting: tuple[LeftGradient, int] | None = None
 
     def make_room(self, num_ids: int) -> None:
         """For all that depends on the number of ids; contents are lost."""
@@ -198,7 +198,7 @@ class HostLookUp:
         assert self._of.world_size == 1
         self.compress(layout)
         weights = self.file_weights(layout, self.pointers) if layout.is_weighted else 0
-        self.waiting = grad, grad._version, weights
+        self.waiting = LeftGradient(grad), weights
 
     def sum(self) -> None:
         """Makes sums that wait, for whoever reads the send buffer."""
@@ -228,14 +228,8 @@ class HostLookUp:
 
     def _take_waiting(self) -> tuple[Tensor, int]:
         assert self.waiting is not None
-        grad, version, weights = self.waiting
-        self.waiting = None
-        if grad._version != version:
-            raise RowmeshError(
-                "the gradient of looked-up vectors was changed in place between backward and step, through memory that "
-                "nothing seemed to refer to; change it in a hook of the vectors (register_hook), which runs in backward"
-            )
-        return grad, weights
+        (left, weights), self.waiting = self.waiting, None
+        return left.take(), weights
 
     def _sum(self, grad: Tensor, weights: int) -> None:
         send, of = self.send, self._of

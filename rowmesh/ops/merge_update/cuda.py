@@ -64,15 +64,15 @@ def _flag_heads(keys, flags, num_entries, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("num_entries",))
-def _list_heads(keys, ranks, slots, starts, num_entries, BLOCK: tl.constexpr):
-    """The distinct slots and where their entries begin; and where those of the last one end."""
+def _list_heads(keys, ranks, slots, starts, num_entries, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """The distinct slots, FIRST more than keys, where their entries begin, and where those of the last one end."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_entries
     key = tl.load(keys + i, mask=inside, other=_NO_SLOT)
     rank = tl.load(ranks + i, mask=inside, other=0)
     before = tl.load(ranks + i - 1, mask=inside & (i > 0), other=0)
     is_head = inside & (rank != before)
-    tl.store(slots + rank - 1, key.to(tl.int64) + 0x80000000, mask=is_head)
+    tl.store(slots + rank - 1, key.to(tl.int64) + FIRST, mask=is_head)
     tl.store(starts + rank - 1, i, mask=is_head)
     following = tl.load(keys + i + 1, mask=i + 1 < num_entries, other=_NO_SLOT)
     tl.store(starts + rank, i + 1, mask=inside & (key != _NO_SLOT) & (following == _NO_SLOT))
@@ -100,20 +100,31 @@ def merge(
         ([1, 0, 2, 3], [3, 7, 9], [0, 1, 3, 4])
     """
     check("slots", slots, (torch.int32, torch.int64), 1, slots.device)
-    num_entries, device = slots.numel(), slots.device
-    keys = torch.empty(num_entries, dtype=torch.int32, device=device)
+    keys = torch.empty(slots.numel(), dtype=torch.int32, device=slots.device)
+    launch(_keys_of, ceil_div(keys.numel(), BLOCK), slots, count, keys, keys.numel(), BLOCK=BLOCK)
+    return _merge_keys(keys, 2**31, most, node_ends)
+
+
+def merge_numbers(numbers: Tensor) -> Merged:
+    """What `merge` returns for int32 `[M]`, none of them negative, which are sorted as they are; leaves out 2³¹ − 1."""
+    check("numbers", numbers, (torch.int32,), 1, numbers.device)
+    return _merge_keys(numbers, 0)
+
+
+def _merge_keys(keys: Tensor, first: int, most: int | None = None, node_ends: Tensor | None = None) -> Merged:
+    """Sorts keys; the slot of a key is `first` more."""
+    num_entries, device = keys.numel(), keys.device
     starts = torch.empty(num_entries + 1, dtype=torch.int32, device=device)
     if num_entries == 0:
         none = torch.zeros(1, dtype=torch.int32, device=device)
         return Merged(keys.to(torch.int64), keys.to(torch.int64), starts.zero_(), keys, none, 0, node_ends)
     programs = ceil_div(num_entries, BLOCK)
-    launch(_keys_of, programs, slots, count, keys, num_entries, BLOCK=BLOCK)
     keys, order = torch.sort(keys, stable=True)  # 32 bits: half the passes of a sort of int64
     flags = torch.empty_like(keys)
     launch(_flag_heads, programs, keys, flags, num_entries, BLOCK=BLOCK)
     ranks = torch.cumsum(flags, 0, dtype=torch.int32)
     distinct = torch.empty_like(order)
-    launch(_list_heads, programs, keys, ranks, distinct, starts, num_entries, BLOCK=BLOCK)
+    launch(_list_heads, programs, keys, ranks, distinct, starts, num_entries, FIRST=first, BLOCK=BLOCK)
     return Merged(order, distinct, starts, ranks, ranks[-1:], num_entries if most is None else most, node_ends)
 
 
@@ -209,6 +220,28 @@ def count_by_range(merged: Merged, starts: Tensor, kinds: Tensor, totals: Tensor
 
 
 @triton.jit
+def _gradient_of(
+    order,
+    factors,
+    gradients,
+    place,
+    here,
+    columns,
+    inside,
+    D: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """The gradients of sorted entries, times their factors; see `Merged.cells_alignment`."""
+    begin = tl.load(order + place, mask=here, other=0)
+    begin = begin * D if ALIGNMENT == 0 else tl.multiple_of(begin, ALIGNMENT)
+    gradient = tl.load(gradients + begin[:, None] + columns[None, :], mask=here[:, None] & inside, other=0).to(DTYPE)
+    if factors is not None:
+        gradient *= tl.load(factors + place, mask=here, other=0)[:, None]
+    return gradient
+
+
+@triton.jit
 def _sum_nodes(
     order,
     node_ends,
@@ -243,6 +276,7 @@ def _sum_nodes(
 @triton.jit
 def _sum_in_order(
     order,
+    factors,
     partials,
     gradients,
     begin,
@@ -253,16 +287,17 @@ def _sum_in_order(
     D: tl.constexpr,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """The sums of slots' entries: one by one up to CHUNK of them, then those of chunks."""
     total = tl.zeros([m.shape[0], columns.shape[0]], DTYPE)
     first_end = tl.minimum(end, begin + CHUNK)
     for j in range(0, tl.max(first_end - begin), _UNROLL):
         for u in tl.static_range(_UNROLL):
-            here = begin + j + u < first_end
-            entry = tl.load(order + begin + j + u, mask=here, other=0)
-            gradient = tl.load(gradients + entry[:, None] * D + columns[None, :], mask=here[:, None] & inside, other=0)
-            total += gradient.to(DTYPE)
+            place = begin + j + u
+            total += _gradient_of(
+                order, factors, gradients, place, place < first_end, columns, inside, D, DTYPE, ALIGNMENT
+            )
     if partials is not None:
         chunks = (end - begin + CHUNK - 1) // CHUNK
         for k in range(1, tl.max(chunks), _UNROLL):
@@ -276,6 +311,7 @@ def _sum_in_order(
 @triton.jit
 def _sum_entries(
     order,
+    factors,
     starts,
     node_ends,
     partials,
@@ -288,6 +324,7 @@ def _sum_entries(
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_NODES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """The sums of the gradients of distinct slots `m`, `[ROWS, COLUMNS]`; see `Merged` for what may be missing."""
     if starts is None:
@@ -304,13 +341,24 @@ def _sum_entries(
             )
         else:
             total = _sum_in_order(
-                order, partials, gradients, begin, end, m, columns, inside, D=D, DTYPE=DTYPE, CHUNK=CHUNK
+                order, factors, partials, gradients, begin, end, m, columns, inside, D, DTYPE, CHUNK, ALIGNMENT
             )
     return total
 
 
 @triton.jit
-def _sum_chunks(order, starts, ranks, gradients, partials, D: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+def _sum_chunks(
+    order,
+    factors,
+    starts,
+    ranks,
+    gradients,
+    partials,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
     """`partials[b]` = the sum of the chunk, not the first of its slot, that begins at a sorted entry from b · CHUNK on.
 
     There is at most one in a block: it belongs to the slot of entry b · CHUNK, as any slot that begins later in the
@@ -326,10 +374,9 @@ def _sum_chunks(order, starts, ranks, gradients, partials, D: tl.constexpr, COLU
     total = tl.zeros([1, COLUMNS], dtype)
     for j in range(0, tl.max(last - first), _CHUNK_UNROLL):
         for u in tl.static_range(_CHUNK_UNROLL):
-            here = first + j + u < last
-            entry = tl.load(order + first + j + u, mask=here, other=0)
-            inside = here[:, None] & (columns < D)[None, :]
-            total += tl.load(gradients + entry[:, None] * D + columns[None, :], mask=inside, other=0).to(dtype)
+            place = first + j + u
+            inside = (columns < D)[None, :]
+            total += _gradient_of(order, factors, gradients, place, place < last, columns, inside, D, dtype, ALIGNMENT)
     inside = (first < last)[:, None] & (columns < D)[None, :]
     tl.store(partials + block.to(tl.int64)[:, None] * D + columns[None, :], total, mask=inside)
 
@@ -411,6 +458,7 @@ def change(
 def _update_merged(
     num,
     order,
+    factors,
     slots,
     starts,
     node_ends,
@@ -436,6 +484,7 @@ def _update_merged(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Sums the gradients of ROWS distinct slots and updates their rows."""
     dtype: tl.constexpr = tl.float64 if rows.dtype.element_ty == tl.float64 else tl.float32
@@ -446,7 +495,21 @@ def _update_merged(
         inside = is_slot[:, None] & (columns < D)[None, :]
         slot = tl.load(slots + m, mask=is_slot, other=0)
         total = _sum_entries(
-            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES
+            order,
+            factors,
+            starts,
+            node_ends,
+            partials,
+            gradients,
+            m,
+            is_slot,
+            columns,
+            inside,
+            D,
+            dtype,
+            CHUNK,
+            NUM_NODES,
+            ALIGNMENT,
         )
         change(
             total * tl.full((), scaling, dtype),
@@ -476,6 +539,7 @@ def _update_merged(
 def _store_sums(
     num,
     order,
+    factors,
     starts,
     node_ends,
     partials,
@@ -486,6 +550,7 @@ def _store_sums(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Sums the gradients of ROWS distinct slots."""
     dtype: tl.constexpr = out.dtype.element_ty
@@ -495,7 +560,21 @@ def _store_sums(
         is_slot = m < count
         inside = is_slot[:, None] & (columns < D)[None, :]
         total = _sum_entries(
-            order, starts, node_ends, partials, gradients, m, is_slot, columns, inside, D, dtype, CHUNK, NUM_NODES
+            order,
+            factors,
+            starts,
+            node_ends,
+            partials,
+            gradients,
+            m,
+            is_slot,
+            columns,
+            inside,
+            D,
+            dtype,
+            CHUNK,
+            NUM_NODES,
+            ALIGNMENT,
         )
         tl.store(out + m.to(tl.int64)[:, None] * D + columns[None, :], total, mask=inside)
 
@@ -510,7 +589,8 @@ def update(
         state: of the rule, in the order of its `state`; float32, or float64 where rows are: `[R, D]`, or `[R]` where it
             has one value a row.
         merged: what `merge` returned.
-        gradients: `[M, D]` of the entries that were merged, contiguous, of the type of states or of rows.
+        gradients: `[M, D]` of the entries that were merged, contiguous, of the type of states or of rows; or what
+            `Merged.cells_alignment` says.
         rule: the name of an update rule.
         numbers: what its `numbers` returned.
 
@@ -531,10 +611,11 @@ def update(
         _programs_of(merged, shape),
         merged.num,
         merged.order,
+        merged.factors,
         merged.slots,
         merged.starts,
         merged.node_ends,
-        _partials(merged, gradients, compute),
+        _partials(merged, gradients, shape["D"], compute),
         gradients,
         rows,
         *(*state, None, None)[:2],
@@ -550,6 +631,7 @@ def update(
         RULE=rule,
         DECAYS=bool(decay),
         NUM_NODES=merged.num_nodes,
+        ALIGNMENT=merged.cells_alignment,
         **shape,
     )
 
@@ -572,29 +654,32 @@ def sum_merged(merged: Merged, gradients: Tensor, out: Tensor) -> Tensor:
         _programs_of(merged, shape),
         merged.num,
         merged.order,
+        merged.factors,
         merged.starts,
         merged.node_ends,
-        _partials(merged, gradients, out.dtype),
+        _partials(merged, gradients, shape["D"], out.dtype),
         gradients,
         out,
         NUM_NODES=merged.num_nodes,
+        ALIGNMENT=merged.cells_alignment,
         **shape,
     )
     return out
 
 
-def _partials(merged: Merged, gradients: Tensor, compute: torch.dtype) -> Tensor | None:
+def _partials(merged: Merged, gradients: Tensor, dim: int, compute: torch.dtype) -> Tensor | None:
     """The sums of chunks that are not a slot's first; None where no slot has more than one."""
     if merged.most <= CHUNK or merged.num_nodes > 1:
         return None
     assert merged.order is not None
-    num_blocks, dim = ceil_div(merged.order.numel(), CHUNK), gradients.shape[1]
+    num_blocks = ceil_div(merged.order.numel(), CHUNK)
     partials = torch.empty(num_blocks, dim, dtype=compute, device=gradients.device)
     columns = next_power_of_2(dim)
     launch(
         _sum_chunks,
         num_blocks,
         merged.order,
+        merged.factors,
         merged.starts,
         merged.ranks,
         gradients,
@@ -602,6 +687,7 @@ def _partials(merged: Merged, gradients: Tensor, compute: torch.dtype) -> Tensor
         D=dim,
         COLUMNS=columns,
         CHUNK=CHUNK,
+        ALIGNMENT=merged.cells_alignment,
         num_warps=_warps_of(columns),
     )
     return partials
@@ -626,6 +712,13 @@ def _shape_of(dim: int) -> dict[str, int]:
     return {"D": dim, "ROWS": max(1, _TILE // columns), "COLUMNS": columns, "CHUNK": CHUNK}
 
 
+def _chunks_signature(*, alignment: int = 0, has_factors: bool = False) -> Signature:
+    types = "*i64 *fp32 *i32 *i32 *fp32 *fp32" if has_factors else "*i64 *i32 *i32 *fp32 *fp32"
+    missing = {} if has_factors else {"factors": None}
+    constants = {"D": 128, "COLUMNS": 128, "CHUNK": CHUNK, "ALIGNMENT": alignment}
+    return Signature(_sum_chunks, types, constants | missing, _warps_of(128))
+
+
 def _update_signature(
     storage: str,
     rule: str,
@@ -635,31 +728,42 @@ def _update_signature(
     *,
     decays: bool = False,
     is_single: bool = False,
+    alignment: int = 0,
+    has_factors: bool = False,
 ) -> Signature:
     compute = "fp64" if storage == "fp64" else "fp32"
     missing = dict.fromkeys(["state1", "state2"][num_states:])
     missing |= {"partials" if num_nodes > 1 else "node_ends": None}
     if is_single:
-        missing |= dict.fromkeys(["order", "starts", "partials"])
+        missing |= dict.fromkeys(["order", "factors", "starts", "partials"])
         before = "*i64 *i64"
     else:
-        before = "*i32 *i64 *i64 *i32 " + ("*i64" if num_nodes > 1 else f"*{compute}")
+        missing |= {} if has_factors else {"factors": None}
+        factors = f" *{compute}" if has_factors else ""
+        before = f"*i32 *i64{factors} *i64 *i32 " + ("*i64" if num_nodes > 1 else f"*{compute}")
     types = f"{before} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 9
-    return Signature(
-        _update_merged, types, {"RULE": rule, "DECAYS": decays, "NUM_NODES": num_nodes, **_shape_of(dim), **missing}
-    )
+    kind = {"RULE": rule, "DECAYS": decays, "NUM_NODES": num_nodes, "ALIGNMENT": alignment}
+    return Signature(_update_merged, types, {**kind, **_shape_of(dim), **missing})
 
 
 SIGNATURES = (
     Signature(_keys_of, "*i32 *i32 *i32 i32", {"BLOCK": BLOCK}),
     Signature(_keys_of, "*i64 *i32 i32", {"BLOCK": BLOCK, "count": None}),
     Signature(_flag_heads, "*i32 *i32 i32", {"BLOCK": BLOCK}),
-    Signature(_list_heads, "*i32 *i32 *i64 *i32 i32", {"BLOCK": BLOCK}),
+    Signature(_list_heads, "*i32 *i32 *i64 *i32 i32", {"BLOCK": BLOCK, "FIRST": 2**31}),
     Signature(_count_ranges, "*i64 *i32 *i64 *i64 *i64 i32 i32", {"BLOCK": _RANGES}),
-    Signature(_sum_chunks, "*i64 *i32 *i32 *fp32 *fp32", {"D": 128, "COLUMNS": 128, "CHUNK": CHUNK}, _warps_of(128)),
-    Signature(_store_sums, "*i32 *i64 *i32 *fp32 *fp32 *fp32", {"NUM_NODES": 1, "node_ends": None, **_shape_of(64)}),
+    _chunks_signature(),
+    _chunks_signature(alignment=16),
+    _chunks_signature(alignment=16, has_factors=True),
+    Signature(
+        _store_sums,
+        "*i32 *i64 *i32 *fp32 *fp32 *fp32",
+        {"NUM_NODES": 1, "node_ends": None, "factors": None, "ALIGNMENT": 0, **_shape_of(64)},
+    ),
     _update_signature("fp32", "sgd", 128),
     _update_signature("fp32", "sgd", 128, is_single=True),
+    _update_signature("fp32", "sgd", 128, alignment=16),
+    _update_signature("fp32", "row_wise_adagrad", 64, num_states=1, alignment=16, has_factors=True),
     _update_signature("fp32", "row_wise_adagrad", 64, num_states=1, is_single=True),
     _update_signature("bf16", "adagrad", 128, num_states=1),
     _update_signature("fp32", "row_wise_adagrad", 64, num_states=1),

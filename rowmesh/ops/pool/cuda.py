@@ -14,6 +14,7 @@ CHUNK ids it is that of the CPU, and the sum equal to the bit; beyond that it is
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, compute_dtype, launch, tile_of_rows
+from rowmesh.ops.merge_update.handles import DeviceMerged
 from rowmesh.ops.pool.handles import WIDEST, Bags, FiledCells
 
 CHUNK = 64
@@ -218,6 +220,23 @@ def _find_cells(
             tl.store(factors + at, factor_of(weights, feature, at, size, here, MEAN, DTYPE), mask=here)
 
 
+@triton.jit(do_not_specialize=("num_ids", "num_features", "num_steps"))
+def _cells_of_single(order, features, cells, num_ids, num_features, num_steps, BLOCK: tl.constexpr):
+    """The cells of sorted ids, where every bag has one."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(order + place, mask=place < num_ids, other=0)
+    low = tl.zeros_like(at)
+    high = low + num_features - 1
+    for _ in range(num_steps):  # the last feature that begins at or before the id
+        middle = (low + high + 1) // 2
+        is_later = tl.load(features + middle * 8) <= at
+        low = tl.where(is_later, middle, low)
+        high = tl.where(is_later, high, middle - 1)
+    feature = features + low * 8
+    cell = tl.load(feature + 5) + (at - tl.load(feature)) * tl.load(feature + 6)
+    tl.store(cells + place, cell, mask=place < num_ids)
+
+
 @triton.jit(do_not_specialize=("num_ids",))
 def _file(order, rows, cells, factors, pointers, filed_cells, filed_factors, num_ids, BLOCK: tl.constexpr):
     """Cells and factors in the order of their rows, and where the entries of each row begin."""
@@ -260,24 +279,8 @@ def file_cells(
     device, num_ids = inverse.device, inverse.numel()
     check("inverse", inverse, (torch.int32,), 1, device)
     bags.check(num_ids, device)
-    cells, filed_cells = (torch.empty(num_ids, dtype=torch.int64, device=device) for _ in range(2))
-    if not is_covered:
-        cells.zero_()  # a cell that can be read
-    factors, filed_factors = (
-        torch.empty(num_ids, dtype=dtype, device=device) if bags.has_factors else None for _ in range(2)
-    )
-    launch(
-        _find_cells,
-        (ceil_div(bags.num_bags, _FEW), len(bags.features)),
-        bags.features,
-        bags.offsets,
-        bags.weights,
-        cells,
-        factors,
-        DTYPE=_arithmetic(dtype),
-        MEAN=bags.has_mean,
-        BAGS=_FEW,
-    )
+    cells, factors = _cells_and_factors(bags, num_ids, dtype, is_covered=is_covered)
+    filed_cells, filed_factors = (None if each is None else torch.empty_like(each) for each in (cells, factors))
     rows, order = torch.sort(inverse, stable=True)
     pointers = torch.full((num_rows + 1,), num_ids, dtype=torch.int32, device=device)
     launch(
@@ -293,7 +296,70 @@ def file_cells(
         num_ids,
         BLOCK=_BLOCK,
     )
+    assert filed_cells is not None
     return FiledCells(rows, pointers, filed_cells, filed_factors, bags.alignment)
+
+
+def file_merged(merged: DeviceMerged, bags: Bags, dtype: torch.dtype = torch.float32) -> DeviceMerged:
+    """Ids by distinct slot, as entries whose gradients are the cells of an output.
+
+    Args:
+        merged: the slots of the ids of bags, each of which is in one.
+        bags: of the ids.
+        dtype: of the arithmetic: float32 or float64.
+
+    Example:
+        >>> bags = Bags.describe([(0, 3, -1, 1, 3, 0, 2, 0)], device)  # three bags of one id
+        >>> merged = merge_numbers(torch.tensor([7, 5, 7], dtype=torch.int32, device=device))
+        >>> file_merged(merged, bags).order.tolist()
+        [2, 0, 4]
+    """
+    assert merged.order is not None
+    num_ids, factors = merged.order.numel(), None
+    bags.check(num_ids, merged.order.device)
+    if bags.is_single and not bags.has_factors:
+        cells = torch.empty_like(merged.order)
+        steps = (len(bags.features) - 1).bit_length()
+        launch(
+            _cells_of_single,
+            ceil_div(num_ids, _BLOCK),
+            merged.order,
+            bags.features,
+            cells,
+            num_ids,
+            len(bags.features),
+            steps,
+            BLOCK=_BLOCK,
+        )
+    else:
+        cells, factors = _cells_and_factors(bags, num_ids, dtype)
+        cells = cells.index_select(0, merged.order)
+        factors = None if factors is None else factors.index_select(0, merged.order)
+    return replace(merged, order=cells, factors=factors, cells_alignment=bags.alignment)
+
+
+def _cells_and_factors(
+    bags: Bags, num_ids: int, dtype: torch.dtype, *, is_covered: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """The cell of every id, int64 `[N]`, and its factor, `[N]` of a type, or None."""
+    device = bags.features.device
+    cells = torch.empty(num_ids, dtype=torch.int64, device=device)
+    if not is_covered:
+        cells.zero_()  # a cell that can be read
+    factors = torch.empty(num_ids, dtype=dtype, device=device) if bags.has_factors else None
+    launch(
+        _find_cells,
+        (ceil_div(bags.num_bags, _FEW), len(bags.features)),
+        bags.features,
+        bags.offsets,
+        bags.weights,
+        cells,
+        factors,
+        DTYPE=_arithmetic(dtype),
+        MEAN=bags.has_mean,
+        BAGS=_FEW,
+    )
+    return cells, factors
 
 
 @triton.jit
@@ -521,5 +587,6 @@ SIGNATURES = (
         },
     ),
     Signature(_find_cells, "*i64 *i64 *fp32 *i64 *fp32", {"DTYPE": tl.float32, "MEAN": True, "BAGS": _FEW}),
+    Signature(_cells_of_single, "*i64 *i64 *i64 i32 i32 i32", {"BLOCK": _BLOCK}),
     Signature(_file, "*i64 *i32 *i64 *fp32 *i32 *i64 *fp32 i32", {"BLOCK": _BLOCK}),
 )

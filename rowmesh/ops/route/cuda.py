@@ -5,7 +5,7 @@ steps, would be one more table to read. Divisions are whole-numbered and exact; 
 take less time than reading the ids.
 
 The sort has W · S′ different keys, so that 16 bits mostly do: two passes instead of the eight of 64 bits. A rank alone
-sorts nothing: unique ids stand by table already. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
+has the slots of all its ids found (`place`), and sorts those. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 """
 
 # Triton's language is not typed in a way that a checker could follow.
@@ -27,6 +27,7 @@ from rowmesh.ops.route.cpu import RELAY
 
 BLOCK = 512
 _RELAY = tl.constexpr(RELAY)
+_NO_SLOT = tl.constexpr(0x7FFFFFFF)  # what merging leaves out
 _FIELDS = 9  # of a range; the reciprocals that follow are for the CPU
 
 
@@ -80,6 +81,11 @@ class DeviceMap:
     def num_segments(self) -> int:
         """S′: tables times kinds."""
         return self.num_tables * self.num_kinds
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all rows are this rank's, and of one kind."""
+        return self.world_size == 1 and self.num_kinds == 1
 
 
 @dataclass(frozen=True)
@@ -204,33 +210,15 @@ def _place_all(
     tl.store(keys + u, key.to(tl.int32), mask=u < num_unique)
 
 
-@triton.jit(do_not_specialize=("num_ranges", "num_tables", "table_steps", "range_steps"))
-def _place_alone(
-    unique,
-    offsets,
-    counts,
-    keys,
-    uniques,
-    sizes,
-    ranges,
-    index,
-    num_ranges,
-    num_tables,
-    table_steps,
-    range_steps,
-    BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=("num_ids", "num_ranges", "num_tables", "table_steps", "range_steps"))
+def _place(
+    ids, offsets, slots, ranges, index, num_ids, num_ranges, num_tables, table_steps, range_steps, BLOCK: tl.constexpr
 ):
-    """What `_place_all`, the sort and `_place_sorted` find where there is one rank and one kind of rows."""
-    u = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_id, row, table, part = _range_of(unique, offsets, u, ranges, index, num_tables, table_steps, range_steps)
+    """The slot of every id of a rank alone."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_id, row, _, part = _range_of(ids, offsets, i, ranges, index, num_tables, table_steps, range_steps)
     _, slot = _owner(ranges, num_ranges, part, row)
-    tl.store(keys + u, slot.to(tl.int32), mask=is_id)
-    tl.store(uniques + u, u.to(tl.int32), mask=is_id)
-    number = tl.load(counts + u, mask=is_id, other=0).to(tl.int64)
-    for t in range(tl.min(tl.where(is_id, table, num_tables)), tl.max(tl.where(is_id, table, -1)) + 1):
-        mine = (is_id & (table == t)).to(tl.int64)
-        tl.atomic_add(sizes + t, tl.sum(mine), sem="relaxed")  # of whole numbers: in any order the same
-        tl.atomic_add(sizes + num_tables + t, tl.sum(mine * number), sem="relaxed")
+    tl.store(slots + i, tl.where(is_id, slot, _NO_SLOT).to(tl.int32), mask=i < num_ids)
 
 
 @triton.jit(do_not_specialize=("num_unique", "num_cells"))
@@ -279,6 +267,36 @@ def locate(device_map: DeviceMap, table: int, ids: Tensor) -> tuple[Tensor, Tens
     return owners, slots
 
 
+def place(device_map: DeviceMap, ids: Tensor, offsets: Tensor) -> Tensor:
+    """The slot of every id, on a rank alone: int32 `[N]`.
+
+    Args:
+        device_map: where rows are, all of one kind.
+        ids: int64 `[N]`, a table's after the other's. All are rows of theirs: not checked.
+        offsets: int64 `[S + 1]`: where each table's begin. Ids from the last one on get 2³¹ − 1.
+    """
+    m, num_ids = device_map, ids.numel()
+    check("ids", ids, (torch.int64,), 1, m.ranges.device)
+    check("offsets", offsets, (torch.int64,), 1, ids.device)
+    slots = torch.empty(num_ids, dtype=torch.int32, device=ids.device)
+    launch(
+        _place,
+        ceil_div(num_ids, BLOCK),
+        ids,
+        offsets,
+        slots,
+        m.ranges,
+        m.index,
+        num_ids,
+        m.ranges.shape[1],
+        m.num_tables,
+        _steps(m.num_tables),
+        _steps(m.most_ranges),
+        BLOCK=BLOCK,
+    )
+    return slots
+
+
 def route(device_map: DeviceMap, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
     """The destination and key of every unique id, sorted by (destination, segment).
 
@@ -294,8 +312,6 @@ def route(device_map: DeviceMap, unique: Tensor, offsets: Tensor, counts: Tensor
     check("unique", unique, (torch.int64,), 1, m.ranges.device)
     check("offsets", offsets, (torch.int64,), 1, device)
     check("counts", counts, (torch.int32, torch.int64), 1, device)
-    if m.world_size == 1 and m.num_kinds == 1:
-        return _route_alone(m, unique, offsets, counts)
     num_cells = m.world_size * m.num_segments
     narrow = torch.int16 if num_cells < 2**15 else torch.int32
     cells = torch.empty(num_unique, dtype=narrow, device=device)
@@ -343,30 +359,6 @@ def route(device_map: DeviceMap, unique: Tensor, offsets: Tensor, counts: Tensor
     return Routed(sizes.view(2, m.world_size, m.num_segments), sorted_keys, uniques)
 
 
-def _route_alone(m: DeviceMap, unique: Tensor, offsets: Tensor, counts: Tensor) -> Routed:
-    num_unique, device = unique.numel(), unique.device
-    keys, uniques = (torch.empty(num_unique, dtype=torch.int32, device=device) for _ in range(2))
-    sizes = torch.zeros(2, 1, m.num_tables, dtype=torch.int64, device=device)
-    launch(
-        _place_alone,
-        ceil_div(num_unique, BLOCK),
-        unique,
-        offsets,
-        counts,
-        keys,
-        uniques,
-        sizes,
-        m.ranges,
-        m.index,
-        m.ranges.shape[1],
-        m.num_tables,
-        _steps(m.num_tables),
-        _steps(m.most_ranges),
-        BLOCK=BLOCK,
-    )
-    return Routed(sizes, keys, uniques)
-
-
 def _steps(count: int) -> int:
     """Of a bisection among so many."""
     return (count - 1).bit_length()
@@ -375,6 +367,6 @@ def _steps(count: int) -> int:
 SIGNATURES = (
     Signature(_locate, "*i64 *i32 *i64 *i64 *i64 i32 i32 i32 i32 i32", {"BLOCK": BLOCK}),
     Signature(_place_all, "*i64 *i64 *i16 *i32 *i64 *i64 i32 i32 i32 i32 i32 i32 i32 i64 i32 i32", {"BLOCK": BLOCK}),
-    Signature(_place_alone, "*i64 *i64 *i32 *i32 *i32 *i64 *i64 *i64 i32 i32 i32 i32", {"BLOCK": BLOCK}),
+    Signature(_place, "*i64 *i64 *i32 *i64 *i64 i32 i32 i32 i32 i32", {"BLOCK": BLOCK}),
     Signature(_place_sorted, "*i64 *i16 *i32 *i32 *i32 *i32 *i64 i32 i32", {"BLOCK": BLOCK}),
 )

@@ -63,12 +63,13 @@ class DeviceWindow:
 
     def __init__(self) -> None:
         from rowmesh.ops.gather.cuda import gather
+        from rowmesh.ops.merge_update.cuda import sum_merged
         from rowmesh.ops.pool import cuda as pool
         from rowmesh.ops.window.cuda import intersect
 
-        self._gather, self._pool, self._intersect = gather, pool, intersect
+        self._gather, self._pool, self._intersect, self._sum_merged = gather, pool, intersect, sum_merged
         self.slots: Tensor | None = None
-        self.filed: list[FiledCells] = []
+        self.filed: list[FiledCells | DeviceMerged] = []
         self.sent: list[int] = []
         self.asked: list[int] = []
         self._uses: Tensor | None = None  # int32 [2, ids]: micro-batches that use each unique id first and last
@@ -90,20 +91,25 @@ class DeviceWindow:
             layouts: of each micro-batch.
             first_bags: of each, int64 `[F]`: where the bounds of a feature's bags begin among those of the batch.
         """
-        unique, bags = batch.unique, batch.bags
+        bags, begin = batch.bags, batch.layout.features[0, 0]
         assert bags is not None
-        self._inverse, self._num_found, self.num_unique = unique.inverse, unique.num_unique, batch.num_unique
-        begin, parts = batch.layout.features[0, 0], [DeviceMicroBatch(bags, unique.inverse, self)]
+        self._num_found, self.num_unique = batch.count, batch.num_unique
+        recover, _ = batch.in_window
+        if len(layouts) == 1:
+            self.filed = [batch.file()]
+            return [DeviceMicroBatch(bags, recover, self)]
+        self._inverse = batch.inverse
         ids = [(layout.features[:, :2] - begin).tolist() for layout in layouts]
-        if len(layouts) > 1:
-            parts = [
-                DeviceMicroBatch(_cut_bags(bags, layout, first, mine), _joined(unique.inverse, mine), self)
-                for layout, first, mine in zip(layouts, first_bags, ids, strict=True)
-            ]
+        parts = [
+            DeviceMicroBatch(_cut_bags(bags, layout, first, mine), _joined(recover, mine), self)
+            for layout, first, mine in zip(layouts, first_bags, ids, strict=True)
+        ]
         file_cells, size, dtype = self._pool.file_cells, self.num_unique, batch.gradient_dtype
-        self.filed = [file_cells(part.recover, part.bags, size, dtype) for part in parts]
-        if len(layouts) > 1:
-            self._note_uses([[first for first, _ in mine] for mine in ids])
+        self.filed = [
+            file_cells(_joined(self._inverse, mine), part.bags, size, dtype)
+            for part, mine in zip(parts, ids, strict=True)
+        ]
+        self._note_uses([[first for first, _ in mine] for mine in ids])
         return parts
 
     def _note_uses(self, begins: Sequence[Sequence[int]]) -> None:
@@ -131,8 +137,11 @@ class DeviceWindow:
         if self._gradients is None:
             make = torch.zeros if adds else torch.empty
             self._gradients = make(size, dtype=grad.dtype, device=grad.device)
-        filed = self.filed[part].of_first(self.num_unique)
-        self._pool.backward(grad, filed, self._gradients, self._num_found, adds=adds)
+        filed = self.filed[part]
+        if isinstance(filed, DeviceMerged):
+            self._sum_merged(filed, grad, self._gradients)
+        else:
+            self._pool.backward(grad, filed.of_first(self.num_unique), self._gradients, self._num_found, adds=adds)
 
     def gradients(self) -> Tensor:
         """`[U, D]`: they come from the stream that computed, and are about to be read on the current one."""
