@@ -28,7 +28,7 @@ from benchmarks.gpu_ops import machine, missing
 from benchmarks.measure import median, summarize
 
 TAX_TARGET = 1.15
-_STEPS_A_BLOCK = 5
+_STEPS_A_BLOCK = 20  # or what a pipeline needs to begin, after each synchronization, would be seen
 _MEMORY_SHARE = 0.7  # of what is free, for rows; the rest is for vectors, gradients and torch's allocator
 
 
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace, report: Report) -> None:
     floor_s = cases.floor_bytes(sizes, inputs) / _copy_rate(device)
     common = {"rows": sizes.rows, "dim": sizes.dim, "batch": sizes.batch, "zipf": sizes.zipf}
     report.line(**machine(), **common, floor_ms=round(floor_s * 1e3, 4))
-    blocks = 4 if options.quick else 12
+    blocks = 2 if options.quick else 6
     dense = _time(cases.dense_step(sizes, inputs, device, None), blocks)
     report.line(case="dense", contestant="network alone", **summarize(dense))
     contestants = {

@@ -41,6 +41,7 @@ from rowmesh.gate import Gate
 from rowmesh.gradient_norm import gradient_norm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.ops.sole import are_sole
 from rowmesh.optim.rules import Rate
 from rowmesh.pending import Pending
 from rowmesh.placement import Plan, TableShape
@@ -413,7 +414,8 @@ class Engine:
         """
 
         def take_gradients(gradients: Sequence[Tensor]) -> None:
-            window.add_gradients(part, self.outputs.pooling.by_group(gradients))
+            may_wait = self.mesh.world_size == 1 and are_sole(gradients)
+            window.add_gradients(part, self.outputs.pooling.by_group(gradients), may_wait=may_wait)
             finished()
 
         groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])

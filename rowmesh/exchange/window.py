@@ -92,8 +92,7 @@ class WindowGroup:
     def gather_gradients(self) -> None:
         """Gives the whole batch the gradients of all micro-batches, to be pushed at once; on a CPU it has them."""
         if isinstance(self.memory, DeviceWindow):
-            gradients, order = self.memory.gradients(), self.group.look_up.order
-            self.group.look_up.gradients = gradients if order is None else gradients.index_select(0, order)
+            self.memory.give_gradients(self.group.look_up)
 
 
 class Window:
@@ -132,10 +131,20 @@ class Window:
         """N."""
         return len(self.bounds) - 1
 
-    def add_gradients(self, part: int, gradients: Sequence[Tensor]) -> None:
-        """Adds the gradients of the rows of one micro-batch to the sums, given those of its vectors by group."""
+    def add_gradients(self, part: int, gradients: Sequence[Tensor], *, may_wait: bool = False) -> None:
+        """Adds the gradients of the rows of one micro-batch to the sums, given those of its vectors by group.
+
+        Args:
+            part: which micro-batch.
+            gradients: by group.
+            may_wait: whether sums may be left to the update, as in `Pooling.backward`.
+        """
         for group, grad in zip(self.groups, gradients, strict=True):
-            if group.group.exchange.sums_gradients:
+            if not group.group.exchange.sums_gradients:
+                continue
+            if isinstance(group.memory, DeviceWindow):
+                group.memory.add_gradients(part, grad, may_wait=may_wait)
+            else:
                 group.memory.add_gradients(part, grad)
 
     def __del__(self) -> None:

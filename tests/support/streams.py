@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rowmesh.exchange.window import Window
+from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline.runner import Runner
 from rowmesh.pipeline.streams import DeviceStreams
@@ -174,7 +175,9 @@ def spoil(window):
         memory = group.memory
         tensors = [memory.slots, memory._gradients, *([] if memory.source is arena else [memory.source])]
         for part, filed in zip(group.parts, memory.filed, strict=True):
-            tensors += [part.look_up.recover, filed.cells, filed.pointers]
+            is_merged = isinstance(filed, DeviceMerged)
+            of_filed = (filed.order, filed.starts) if is_merged else (filed.cells, filed.pointers)
+            tensors += [part.look_up.recover, *of_filed]
         for tensor in filter(lambda each: each is not None, tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 

@@ -45,9 +45,11 @@ class IdCopier:
             self._stream = Stream.new(self._device)
         stream = self._stream
         room, mark = self._idle.popleft() if self._idle else (ids.new_empty(0, device=self._device), current.mark())
-        if room.numel() < count:  # memory that the current stream may still use for what it was before
+        if room.numel() < count:
+            if room.numel():
+                mark.wait()  # or the stream that it was allocated on could have it back while another one reads it
             room = ids.new_empty(count + count // 4, device=self._device)
-            mark = current.mark()
+            mark = current.mark()  # what the current stream still does with memory that it had
         here = room[:count]
         stream.wait_for([mark])
         given = ids if ids.is_pinned() else ids.pin_memory()

@@ -32,9 +32,11 @@ from rowmesh.ops.merge_update.handles import DeviceMerged as Merged
 BLOCK = 1024  # entries of a program where each costs a few instructions
 CHUNK = 64
 MOST_COLUMNS = 4096
-# Elements of a program's tile of rows: two 16-byte loads a thread and gradient, and so few registers (about 60 for
-# float32) that eight programs share a multiprocessor. A long list of entries holds up few other slots.
-_TILE = 1024
+# Elements of a program's tile of rows: two 16-byte loads a thread of two warps and gradient. A long list of entries
+# holds up few other slots; and programs are many, since those that have long lists would hold up the rest of theirs.
+# Measured on an H200, as was that rows had better not be read before their gradients are added up.
+_TILE = 512
+_MOST_PROGRAMS = 4 * MOST_PROGRAMS
 _RANGES = 128  # of a program that counts
 NO_KIND = -1  # of a range that is not counted
 _UNROLL = tl.constexpr(4)  # entries of a slot whose loads do not wait for one another
@@ -177,11 +179,12 @@ def _count_ranges(slots, num, starts, kinds, totals, num_ranges, num_steps, BLOC
     """Adds the number of slots in each range to the total of its kind."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = r < num_ranges
-    count = tl.load(num)
-    begin = _num_below(slots, count, tl.load(starts + r, mask=inside, other=0), num_steps)
-    end = _num_below(slots, count, tl.load(starts + r + 1, mask=inside, other=0), num_steps)
+    side = tl.arange(0, 2)[None, :]  # both ends of a range are looked for at once
+    bound = tl.load(starts + r[:, None] + side, mask=inside[:, None], other=0)
+    below = _num_below(slots, tl.load(num), bound, num_steps)
+    number = tl.sum(tl.where(side == 1, below, -below), 1)
     kind = tl.load(kinds + r, mask=inside, other=0)
-    tl.atomic_add(totals + kind, end - begin, mask=inside & (kind >= 0))  # of whole numbers: in any order the same
+    tl.atomic_add(totals + kind, number, mask=inside & (kind >= 0))  # of whole numbers: in any order the same
 
 
 def count_by_range(merged: Merged, starts: Tensor, kinds: Tensor, totals: Tensor) -> None:
@@ -630,6 +633,7 @@ def update(
         *(decay or (0.0,)),
         RULE=rule,
         DECAYS=bool(decay),
+        num_warps=_tile_warps(shape["COLUMNS"]),
         NUM_NODES=merged.num_nodes,
         ALIGNMENT=merged.cells_alignment,
         **shape,
@@ -660,6 +664,7 @@ def sum_merged(merged: Merged, gradients: Tensor, out: Tensor) -> Tensor:
         _partials(merged, gradients, shape["D"], out.dtype),
         gradients,
         out,
+        num_warps=_tile_warps(shape["COLUMNS"]),
         NUM_NODES=merged.num_nodes,
         ALIGNMENT=merged.cells_alignment,
         **shape,
@@ -694,12 +699,17 @@ def _partials(merged: Merged, gradients: Tensor, dim: int, compute: torch.dtype)
 
 
 def _programs_of(merged: Merged, shape: dict[str, int]) -> int:
-    return min(ceil_div(merged.slots.numel(), shape["ROWS"]), MOST_PROGRAMS)
+    return min(ceil_div(merged.slots.numel(), shape["ROWS"]), _MOST_PROGRAMS)
 
 
 def _warps_of(columns: int) -> int:
     """Warps for one row: 16 bytes a thread."""
     return max(1, min(4, columns // 128))
+
+
+def _tile_warps(columns: int) -> int:
+    """Warps for a tile of rows."""
+    return 2 if columns <= _TILE else 4
 
 
 def _shape_of(dim: int) -> dict[str, int]:
@@ -743,7 +753,8 @@ def _update_signature(
         before = f"*i32 *i64{factors} *i64 *i32 " + ("*i64" if num_nodes > 1 else f"*{compute}")
     types = f"{before} *{compute} *{storage}" + f" *{compute}" * num_states + " fp64" * 9
     kind = {"RULE": rule, "DECAYS": decays, "NUM_NODES": num_nodes, "ALIGNMENT": alignment}
-    return Signature(_update_merged, types, {**kind, **_shape_of(dim), **missing})
+    shape = _shape_of(dim)
+    return Signature(_update_merged, types, {**kind, **shape, **missing}, _tile_warps(shape["COLUMNS"]))
 
 
 SIGNATURES = (
@@ -759,6 +770,7 @@ SIGNATURES = (
         _store_sums,
         "*i32 *i64 *i32 *fp32 *fp32 *fp32",
         {"NUM_NODES": 1, "node_ends": None, "factors": None, "ALIGNMENT": 0, **_shape_of(64)},
+        _tile_warps(64),
     ),
     _update_signature("fp32", "sgd", 128),
     _update_signature("fp32", "sgd", 128, is_single=True),

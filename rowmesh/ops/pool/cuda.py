@@ -517,7 +517,7 @@ def backward(
     )
     launch(
         _sum_rows,
-        min(ceil_div(num_rows, tile), MOST_PROGRAMS),
+        min(ceil_div(num_rows, tile), 4 * MOST_PROGRAMS),  # those that have rows of many ids would hold up others
         grad,
         filed.pointers,
         filed.cells,

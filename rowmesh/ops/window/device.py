@@ -18,6 +18,7 @@ from torch import Tensor
 from rowmesh.ops.look_up.device import DeviceLookUp, descriptors
 from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.sole import LeftGradient
 from rowmesh.ops.transfer import upload
 from rowmesh.ops.window.cpu import FINAL
 from rowmesh.ops.window.order import Order
@@ -78,6 +79,7 @@ class DeviceWindow:
         self._is_final: tuple[Tensor, Tensor] | None = None  # uint8 [n] and [M]: of rows that come and go
         self._orders: list[tuple[Tensor, Tensor] | None] = []  # sorted, while the host does not know sizes
         self._gradients: Tensor | None = None
+        self._left: LeftGradient | None = None
 
     def cut(
         self, batch: DeviceLookUp, layouts: Sequence[GroupLayout], first_bags: Sequence[np.ndarray]
@@ -131,8 +133,14 @@ class DeviceWindow:
         """Takes what is read by all micro-batches."""
         self.source, self.slots, self.num_unique = source, slots, num_unique
 
-    def add_gradients(self, part: int, grad: Tensor) -> None:
-        """Adds the gradients of a micro-batch's rows to the sums, given that of its vectors."""
+    def add_gradients(self, part: int, grad: Tensor, *, may_wait: bool = False) -> None:
+        """Adds the gradients of a micro-batch's rows to the sums, given that of its vectors.
+
+        `may_wait`: whether the update may do it, where there is one micro-batch and rows are updated in place.
+        """
+        if may_wait and isinstance(self.filed[part], DeviceMerged):
+            self._left = LeftGradient(grad)
+            return
         size, adds = (self.num_unique, self.source.shape[1]), len(self.filed) > 1
         if self._gradients is None:
             make = torch.zeros if adds else torch.empty
@@ -146,12 +154,15 @@ class DeviceWindow:
     def gradients(self) -> Tensor:
         """`[U, D]`: they come from the stream that computed, and are about to be read on the current one."""
         assert self._gradients is not None
-        if self._gradients.is_cuda:
-            # The window keeps them until a turn after its update, for which the stream that computes the next batch
-            # has waited. The program may compute that on another stream than this one, though: then nothing but the
-            # allocator can tell that the first stream must not have the memory back before this one is done.
-            self._gradients.record_stream(torch.cuda.current_stream(self._gradients.device))
-        return self._gradients
+        return _used_here(self._gradients)
+
+    def give_gradients(self, look_up: DeviceLookUp) -> None:
+        """Gives the look-up of the whole batch the gradients of all micro-batches, to be pushed at once."""
+        if self._left is not None:
+            look_up.leave_backward(look_up.layout, _used_here(self._left.take()))
+            return
+        gradients, order = self.gradients(), look_up.order
+        look_up.gradients = gradients if order is None else gradients.index_select(0, order)
 
     # What travels, by micro-batch
 
@@ -289,6 +300,18 @@ class DeviceWindow:
     def drop_came(self) -> None:
         """Gradients that came are applied, and not needed any more."""
         del self._came
+
+
+def _used_here(gradients: Tensor) -> Tensor:
+    """Gradients from the stream that computed, which the current stream is about to read.
+
+    The window keeps them until a turn after its update, for which the stream that computes the next batch has waited.
+    The program may compute that on another stream than this one, though: then nothing but the allocator can tell that
+    the first stream must not have the memory back before this one is done.
+    """
+    if gradients.is_cuda:
+        gradients.record_stream(torch.cuda.current_stream(gradients.device))
+    return gradients
 
 
 def _cut_bags(bags: Bags, layout: GroupLayout, first_bags: np.ndarray, ids: Sequence[Sequence[int]]) -> Bags:
