@@ -24,7 +24,6 @@ WAITING = {
 }
 OF_WHOLE_NUMBERS = {
     "segment_unique": {"atomic_cas", "atomic_min", "atomic_add"},
-    "route": {"atomic_add"},
     "bound_ids": {"atomic_add"},
     "dynamic_index": {"atomic_add"},
     "merge_update": {"atomic_add"},

@@ -25,7 +25,7 @@ _TILE = 32
 _STEP = 32  # columns of a tile that is multiplied at once, at most
 _ROWS = 16  # of vectors that gradients are added up from at once
 _COLUMNS = 128  # of a tile of gradients, at most
-_WARPS, _GRADIENT_WARPS = 1, 4  # a tile of products is small: more warps would wait for each other
+_WARPS, _GRADIENT_WARPS = 1, 2  # a tile of products is small: more warps would wait for each other
 
 
 @triton.jit

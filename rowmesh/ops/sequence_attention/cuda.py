@@ -13,8 +13,8 @@ equally far apart: a tile is turned so that its diagonals are columns. What is b
 corner belongs to the distances of that tile, what is above it to those of the tile before. Buckets of time are few
 within a tile, and are summed one by one.
 
-Products are summed in float32 or float64 outside of the tensor cores. See [Note: GPU kernels] in `rowmesh.ops.gpu`. It
-has not run on a GPU.
+Products of float32 are made on the tensor cores, each in three passes of TF32, which come as near as sums in float32
+(`rowmesh/ops/interaction/cuda.py`). See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 """
 
 # Triton's language is not typed in a way that a checker could follow.
@@ -98,6 +98,7 @@ def _forward(
 ):
     """Programs: tiles × heads. Of a softmax, `sums` receives each row's maximum and sum."""
     dtype: tl.constexpr = values.dtype.element_ty
+    precision: tl.constexpr = "ieee" if dtype == tl.float64 else "tf32x3"
     begin, length, end, first = tile_of(offsets, ends, sequences, tl.program_id(0), num_sequences, TILE)
     if first < length:
         head = tl.program_id(1)
@@ -125,16 +126,16 @@ def _forward(
                     products *= shrink[:, None]
                 else:
                     weights = tl.where(inside, scores * share_of(scores), 0)
-                products = tl.dot(weights, v, products, input_precision="ieee", out_dtype=dtype)
+                products = tl.dot(weights, v, products, input_precision=precision, out_dtype=dtype)
             if SEPARATE:
                 if positions is not None:
                     weights = position_weights(positions, i, j, inside, LAST)
-                    by_position = tl.dot(weights, v, by_position, input_precision="ieee", out_dtype=dtype)
+                    by_position = tl.dot(weights, v, by_position, input_precision=precision, out_dtype=dtype)
                 if time is not None:
                     weights = time_weights(
                         time, starts, times, asked, begin + i, begin + j, end, inside, dtype, UNIT, FORM
                     )
-                    by_time = tl.dot(weights, v, by_time, input_precision="ieee", out_dtype=dtype)
+                    by_time = tl.dot(weights, v, by_time, input_precision=precision, out_dtype=dtype)
         total = tl.where(is_row, total, 1)
         line = (begin + i)[:, None] * CHANNELS
         is_out = is_row[:, None] & (d < DIM)[None, :]
@@ -195,6 +196,7 @@ def _backward_rows(
 ):
     """Programs: lines of sums × heads, each of every so manieth tile. Gradients of queries, positions and time."""
     dtype: tl.constexpr = values.dtype.element_ty
+    precision: tl.constexpr = "ieee" if dtype == tl.float64 else "tf32x3"
     head, step = tl.program_id(1), tl.arange(0, TILE)
     own = (tl.program_id(0) * HEADS + head).to(tl.int64)
     key = tl.arange(0, KEYS)
@@ -225,7 +227,7 @@ def _backward_rows(
                     row = event * HEADS + head
                     _, of_scores = activate(scores, of_weights, sums, deltas, row, is_row, factor, inside, SOFTMAX)
                     k = load_lines(keys, column[:, None], is_column[:, None], key[None, :], head, HEADS, KEY)
-                    total = tl.dot(of_scores, k, total, input_precision="ieee", out_dtype=dtype)
+                    total = tl.dot(of_scores, k, total, input_precision=precision, out_dtype=dtype)
                 if positions is not None:
                     if SEPARATE:
                         line = event * CHANNELS + FIRST_BIAS
@@ -310,6 +312,7 @@ def _backward_columns(
 ):
     """Programs: tiles of columns × heads. Gradients of values and keys."""
     dtype: tl.constexpr = values.dtype.element_ty
+    precision: tl.constexpr = "ieee" if dtype == tl.float64 else "tf32x3"
     begin, length, end, first = tile_of(offsets, ends, sequences, tl.program_id(0), num_sequences, TILE)
     if first < length:
         head = tl.program_id(1)
@@ -332,21 +335,21 @@ def _backward_columns(
                 factor = factor_of(length, dtype, DIVISOR)
                 at = (begin + i) * HEADS + head
                 weights, found = activate(scores, of_weights, sums, deltas, at, is_row, factor, inside, SOFTMAX)
-                total = tl.dot(tl.trans(weights), g, total, input_precision="ieee", out_dtype=dtype)
-                total_of_keys = tl.dot(tl.trans(found), q, total_of_keys, input_precision="ieee", out_dtype=dtype)
+                total = tl.dot(tl.trans(weights), g, total, input_precision=precision, out_dtype=dtype)
+                total_of_keys = tl.dot(tl.trans(found), q, total_of_keys, input_precision=precision, out_dtype=dtype)
             if SEPARATE:
                 if positions is not None:
                     line = row * CHANNELS + FIRST_BIAS
                     g = load_lines(grad, line, is_row[:, None], d[None, :], head, HEADS, DIM)
                     weights = position_weights(positions, i, j, inside, LAST)
-                    total = tl.dot(tl.trans(weights), g, total, input_precision="ieee", out_dtype=dtype)
+                    total = tl.dot(tl.trans(weights), g, total, input_precision=precision, out_dtype=dtype)
                 if time is not None:
                     line = row * CHANNELS + CHANNELS - 1
                     g = load_lines(grad, line, is_row[:, None], d[None, :], head, HEADS, DIM)
                     weights = time_weights(
                         time, starts, times, asked, begin + i, begin + j, end, inside, dtype, UNIT, FORM
                     )
-                    total = tl.dot(tl.trans(weights), g, total, input_precision="ieee", out_dtype=dtype)
+                    total = tl.dot(tl.trans(weights), g, total, input_precision=precision, out_dtype=dtype)
         is_value = is_column[:, None] & (d < DIM)[None, :]
         tl.store(of_values + (event * HEADS + head) * DIM + d[None, :], total, mask=is_value)
         if queries is not None:
@@ -399,7 +402,7 @@ def forward(
         out,
         sums,
         call.num_sequences,
-        num_warps=_warps(call.sizes, values.dtype),
+        num_warps=_warps(values.dtype),
         **call.sizes,
     )
     return out, sums
@@ -431,7 +434,7 @@ def backward(
     zeros = functools.partial(values.new_zeros, dtype=torch.float64)
     of_positions = None if bias.positions is None else zeros(num_lines * heads, sizes["LAST"] + 1)
     of_time = None if bias.time is None else zeros(num_lines * heads, bias.time.shape[0])
-    of_values, warps = torch.empty_like(values), _warps(sizes, values.dtype)
+    of_values, warps = torch.empty_like(values), _warps(values.dtype)
     last = (grad, sums, deltas, of_queries, of_positions, of_time, call.num_sequences, call.num_tiles)
     for part in _parts([name for name, each in call.tensors.items() if each is not None], bias.separate):
         tensors = [each if name in part else None for name, each in call.tensors.items()]
@@ -524,12 +527,9 @@ def _sizes(
     }
 
 
-def _warps(sizes: dict[str, Any], dtype: torch.dtype) -> int:
-    """So many that registers do, as `benchmarks.gpu_compile` finds."""
-    columns = max(sizes["DIMS"], sizes["KEYS"])
-    if dtype == torch.float64 or columns > 64:
-        return 16
-    return 8 if columns <= 32 or sizes["SOFTMAX"] else 4
+def _warps(dtype: torch.dtype) -> int:
+    """So many that registers do, or nearly, as `benchmarks.gpu_compile` finds."""
+    return 16 if dtype == torch.float64 else 4
 
 
 @functools.cache
@@ -568,7 +568,7 @@ def _of_model(dim: int, dtype: torch.dtype, bias: Bias, softmax: bool, has_produ
         for part in _parts(list(there), bias.separate and kernel is _backward_rows) or [there]:
             constants = sizes | dict.fromkeys(set(names) - part)
             types = [_type(name, number) for name in names if name in part]
-            yield Signature(kernel, " ".join(types), constants, _warps(sizes, dtype))
+            yield Signature(kernel, " ".join(types), constants, _warps(dtype))
 
 
 def _type(name: str, number: str) -> str:

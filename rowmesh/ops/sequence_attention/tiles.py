@@ -95,12 +95,13 @@ def position_weights(positions, i, j, inside, LAST: tl.constexpr):
 def multiply(a, i, is_a, b, j, is_b, head, HEADS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr):
     """`[rows, columns]`: products of the vectors of lines i of a with those of lines j of b, of a head."""
     dtype: tl.constexpr = a.dtype.element_ty
+    precision: tl.constexpr = "ieee" if dtype == tl.float64 else "tf32x3"
     total = tl.zeros([i.shape[0], j.shape[0]], dtype)
     for start in range(0, DIM, STEP):
         d = start + tl.arange(0, STEP)
         left = load_lines(a, i[:, None], is_a[:, None], d[None, :], head, HEADS, DIM)
         right = load_lines(b, j[None, :], is_b[None, :], d[:, None], head, HEADS, DIM)
-        total = tl.dot(left, right, total, input_precision="ieee", out_dtype=dtype)
+        total = tl.dot(left, right, total, input_precision=precision, out_dtype=dtype)
     return total
 
 
