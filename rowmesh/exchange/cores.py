@@ -122,7 +122,7 @@ class CoreGroup:
                 self.exchange.counters.count_tables(send.accesses[0], send.segment_offsets[0])
             else:
                 group.exchange.count_alone(group)
-                group.look_up.gradients = None  # it may be large, and routes may live on
+                group.look_up.drop_gradients()
 
 
 class CoreShardGroup:

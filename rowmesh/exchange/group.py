@@ -162,7 +162,9 @@ class GroupExchange:
             ranks_per_node=address_map.plan.ranks_per_node,
             key_stride=address_map.key_stride,
         )
-        return DeviceLookUps(device_map, dtype, are_in_place=device_map.is_alone and not self.is_tiered)
+        if device_map.is_alone and self.is_tiered:
+            return DeviceLookUps(None, dtype)  # the host says where rows are
+        return DeviceLookUps(device_map, dtype, are_in_place=device_map.is_alone)
 
     def freeze(self, *, is_frozen: bool) -> None:
         """Rows are looked up and not updated from now on, or are trained again."""
@@ -486,7 +488,7 @@ class GroupExchange:
     def sizes_on_device(self, group: AnyRouteGroup) -> Tensor:
         """int64 `[2, W, S′]`: what a batch asks for, by destination and segment: distinct ids, and ids."""
         look_up = group.look_up
-        if not isinstance(look_up, InPlaceLookUp):
+        if look_up.routed is not None:
             return look_up.found.sizes
         assert self.device is not None
         accesses = upload(torch.from_numpy(self.accesses(group)), self.device)

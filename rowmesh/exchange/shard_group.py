@@ -235,7 +235,7 @@ class ShardGroup:
         if self.device is not None:
             for route in mine:
                 for group in route.groups:
-                    group.look_up.gradients = None  # may be large, and the route may live on
+                    group.look_up.drop_gradients()
 
     def updates(self, step: Step) -> list[Update]:
         """How the rows of these groups change."""

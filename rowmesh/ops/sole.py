@@ -1,4 +1,4 @@
-"""Sole: whether the tensors that a backward is given are only its own, and so stay as they are when it keeps them."""
+"""Sole: whether the tensors that a backward is given are only its own, and so stay as they are when it leaves them."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@
 runner, one a resource, each launch on a stream of their own::
 
     worker         copies batches to the device (from pinned memory), routes them, sorts ids by row for the backward
-    communication  keys, rows, gradients; merges and updates rows
+    communication  keys, rows, gradients; merges and updates rows, and adds their gradients up where nothing else does
     compute        the program's own stream: pooling, the network, sums of gradients of rows
+    ids            many ids of a batch, from pinned memory: the worker's stream waits for each copy (`IdCopier`)
     tier           no work: tiered tables copy rows on streams of their own, for which communication waits
 
 *Order between them.* The edges of the schedule are the events: a task that is done records one on the current stream
@@ -47,13 +48,14 @@ gradients that go, belongs to its window, and the window is dropped as a whole, 
 
 So the host may run ahead, K + 2 windows are alive at most, and memory is the same in every run. Tensors within one
 stream need nothing of this, and NCCL's messages are waited for, on the stream that posted them, before what they carry
-is dropped. Three things are not the window's:
+is dropped. Four things are not the window's:
 
 - What a loader gives may be on the device, copied there on the worker's stream, since that is where loaders run. The
   program may use it up to the next batch. So it is dropped with the window of that one, whose update comes after all
   work that the program launched before.
-- Gradients are allocated on the program's stream, which it may change between batches. `DeviceWindow.gradients`
-  registers the stream that reads them with torch's allocator.
+- Gradients, also those that are left to the update, are allocated on the program's stream, which it may change between
+  batches. `DeviceWindow` registers the stream that reads them with torch's allocator (`_used_here`).
+- Many ids are copied to memory that stays: the copy waits for the kernel that read the ids before them.
 - Pinned memory is kept by torch until it is copied.
 
 At both ends of a loop, and before the program looks rows up, all streams meet (`meet`), and once more before the next

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 OPS = ops_with_kernels()
 # Exact divisions and roots are subroutines; what is saved around their calls, 8 bytes stored and loaded, is no spill.
 SAVED_BYTES = 16
+# On an H200 attention was faster with few warps, of which some keep a little in memory, than with more.
+SPILLED_BYTES = {"sequence_attention": 40}
 pytestmark = pytest.mark.triton
 pytest.importorskip("triton")
 
@@ -64,7 +66,7 @@ def check(found, target, *, quick):
     assert len(lines) == sum(len(list(signatures(op, quick))) for op in OPS)
     assert {line["target"] for line in lines} == {f"sm_{target}"}
     assert not last["summary"]["failed"]
-    spilled = {line["kernel"] for line in lines if line["spill_bytes"] > SAVED_BYTES}
+    spilled = {line["kernel"] for line in lines if line["spill_bytes"] > SPILLED_BYTES.get(line["op"], SAVED_BYTES)}
     assert not spilled, f"kernels that keep registers in memory: {spilled}"
     assert max(line["registers"] for line in lines) <= 255
     assert not [line for line in lines if line["unordered"]], "a warp may read what another one has changed"

@@ -107,9 +107,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("rule, dim, dtype, options", CASES)
-def test_the_same_bits(rule, dim, dtype, options, weighted, place, sums_first, sums_later):
+@pytest.mark.parametrize(
+    "place, case, weighted",
+    [
+        *(("cpu", case, weighted) for case in range(len(CASES)) for weighted in (False, True)),
+        *(pytest.param("cuda", case, case == 3, marks=pytest.mark.triton) for case in (2, 3)),
+    ],
+)
+def test_the_same_bits(place, case, weighted, sums_first, sums_later):
+    if place == "cuda":
+        kernels_of("pool")  # or it is skipped
+    rule, dim, dtype, options = CASES[case]
     mine, theirs = (a_collection(rule, dim, dtype, place, **options) for _ in range(2))
     batch = a_batch(weighted)
     for embeddings in (mine, theirs):
@@ -185,6 +193,20 @@ def test_a_change_that_nothing_could_foresee_is_an_error(place, monkeypatch):
     gradient.fill_(7.0)
     with pytest.raises(RowmeshError, match="changed in place between backward and step"):
         EmbeddingOptimizer(embeddings).step()
+
+
+@pytest.mark.triton
+def test_nothing_is_kept_of_frozen_rows_either():
+    """Of a route that the program keeps."""
+    kernels_of("pool")  # or it is skipped
+    tables = [TableSpec(name=name, num_rows=9, dim=3 + place, frozen=not place) for place, name in enumerate("ab")]
+    embeddings = EmbeddingCollection(tables, device="cuda")
+    route = embeddings.route(SparseBatch.from_bags({"a": [[1], [2, 1]], "b": [[3], [4]]}))
+    (embeddings.pool(embeddings.fetch(route)).values * 2).sum().backward()
+    assert [is_left(group.look_up) for group in route.groups] == [True, True]
+    EmbeddingOptimizer(embeddings).step()
+    for group in route.groups:
+        assert (group.look_up._left, group.look_up._cells, group.look_up.gradients) == (None, None, None)
 
 
 def test_gradients_are_dropped_with_their_look_up():

@@ -16,7 +16,7 @@ from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.exchange.micro_batch_group import OnDevice
 from rowmesh.mesh import Mesh
-from rowmesh.ops.window import FINAL
+from rowmesh.ops.window import FINAL, DeviceWindow
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
@@ -172,6 +172,21 @@ LATE = {"depth": 2, "micro_batches": 2}
 @pytest.mark.slow
 def test_streams_may_be_late(ranks):
     ranks.run(train_late, replace(JOB, num_steps=4), LATE, range(1), world_size=2)
+
+
+def test_streams_may_be_late_where_the_update_sums_gradients():
+    """As it does on one rank, without micro-batches."""
+    left = []
+
+    def noted(window, *args, **options):
+        add(window, *args, **options)
+        left.append(window._left is not None)
+
+    add = DeviceWindow.add_gradients
+    with mock.patch.object(DeviceWindow, "add_gradients", noted):
+        train_late(Mesh(), replace(JOB, num_steps=4, batch_sizes=(4,)), {"depth": 2}, range(2))
+    assert left
+    assert all(left)
 
 
 @pytest.mark.slow

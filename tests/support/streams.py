@@ -176,8 +176,13 @@ def spoil(window):
         tensors = [memory.slots, memory._gradients, *([] if memory.source is arena else [memory.source])]
         for part, filed in zip(group.parts, memory.filed, strict=True):
             is_merged = isinstance(filed, DeviceMerged)
-            of_filed = (filed.order, filed.starts) if is_merged else (filed.cells, filed.pointers)
-            tensors += [part.look_up.recover, *of_filed]
+            if is_merged:
+                tensors += [filed.order, filed.slots, filed.starts, filed.ranks, filed.num, filed.factors]
+            else:
+                tensors += [filed.cells, filed.pointers, filed.factors]
+            tensors.append(part.look_up.recover)
+        if memory._left is not None:
+            tensors.append(memory._left._grad)
         for tensor in filter(lambda each: each is not None, tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 

@@ -5,7 +5,8 @@
     backward  gradients of vectors become gradients of rows, where they are sent from
 
 `HostLookUp` keeps addresses in memory that is reused from batch to batch, `DeviceLookUp` tensors of torch's allocator.
-A caller sees only how many unique ids there are, and what to send.
+A caller sees only how many unique ids there are, and what to send. On a device that has all rows `InPlaceLookUp` sends
+nothing: it finds the slot of every id, and sorts ids by that.
 
 Source: FusedRec §3 (segment unique, rank-wise sort, recovery) and Algorithm 1, lines 1–4.
 """

@@ -91,7 +91,7 @@ class DeviceLookUp:
 
     @property
     def in_window(self) -> tuple[Tensor, Tensor | None]:
-        """int32 `[N]`: which slot each id of a window reads; and the slots: None: each what it says."""
+        """What pooling reads in a window: int32 `[N]`, an index of each id, and the slots; None where that is one."""
         return self.inverse, self.slots
 
     @property
@@ -159,6 +159,10 @@ class DeviceLookUp:
     def take_gradients(self) -> DeviceMerged:
         """The rows of a rank alone and their gradients, for one update."""
         return self.touched().with_gradients(self.summed)
+
+    def drop_gradients(self) -> None:
+        """The update has them, or needs none: they may be large, and the route may live on."""
+        self.gradients = None
 
     def keep_rows(self) -> Tensor:
         """The rows that `recover` counts, for `weight_gradients`; those of the arena copied, since steps change it."""
@@ -280,6 +284,10 @@ class InPlaceLookUp(DeviceLookUp):
         cells, self._cells = self.file(), None
         return cells.with_gradients(grad)
 
+    def drop_gradients(self) -> None:
+        """The update has them, or needs none, as of frozen rows."""
+        self.gradients = self._left = self._cells = None
+
     def keep_rows(self) -> Tensor:
         """The rows of the distinct slots, copied, since steps change them."""
         from rowmesh.ops.gather import cuda
@@ -295,7 +303,7 @@ class DeviceLookUps:
     """The look-ups of one group.
 
     Args:
-        device_map: where rows are asked for; None where they are computed.
+        device_map: where rows are asked for; None where they are computed, or the host finds them.
         dtype: of vectors and gradients.
         are_in_place: whether the device has all rows, and other ranks none.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -23,36 +23,43 @@ class IdCopier:
     """Copies large ids to a device beside what it does: a batch's travel while the one before is computed.
 
     They come to memory that is kept, and that the copy stream writes again when what read it has run. So torch's
-    allocator, which would learn of a second stream's uses event by event, has no part in it.
+    allocator, which would learn of a second stream's uses event by event, has no part in it. Ids must be complete when
+    they are looked up: the copy does not wait for what the program's stream may still write to them.
 
     Args:
         device: where.
+        streams: makes streams.
+        many_bytes: smaller ids are copied on the current stream; default: a MiB on a GPU, and all elsewhere.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, streams: type[Stream] = Stream, many_bytes: float | None = None) -> None:
+        self._device, self._streams = device, streams
+        has_copies = device.type == "cuda"
+        self._many_bytes = (_MANY_BYTES if has_copies else math.inf) if many_bytes is None else many_bytes
         self._stream: Stream | None = None
-        self._idle: deque[tuple[Tensor, Mark]] = deque()
+        self._idle: list[tuple[Tensor, Mark]] = []
 
     @contextmanager
     def copied(self, ids: Tensor) -> Iterator[Tensor]:
         """Ids on the device, for kernels that the current stream is asked for within the context."""
-        if self._device.type != "cuda" or ids.device.type != "cpu" or ids.nbytes < _MANY_BYTES:
+        if ids.device.type != "cpu" or ids.nbytes < self._many_bytes:
             yield upload(ids, self._device)
             return
-        current, count = Stream.current(self._device), ids.numel()
+        current, count = self._streams.current(self._device), ids.numel()
         if self._stream is None:
-            self._stream = Stream.new(self._device)
+            self._stream = self._streams.new(self._device)
         stream = self._stream
-        room, mark = self._idle.popleft() if self._idle else (ids.new_empty(0, device=self._device), current.mark())
+        try:
+            room, mark = self._idle.pop()
+        except IndexError:  # asking before would not do: another thread may take it
+            room, mark = ids.new_empty(0, device=self._device), current.mark()
+        stream.wait_for([mark])  # what reads the ids that are there
         if room.numel() < count:
-            if room.numel():
-                mark.wait()  # or the stream that it was allocated on could have it back while another one reads it
+            stream.uses(room)  # so that its memory is not another's before that
             room = ids.new_empty(count + count // 4, device=self._device)
-            mark = current.mark()  # what the current stream still does with memory that it had
+            stream.wait_for([current.mark()])  # what the current stream still does with memory that it had
         here = room[:count]
-        stream.wait_for([mark])
-        given = ids if ids.is_pinned() else ids.pin_memory()
+        given = ids.pin_memory() if self._device.type == "cuda" and not ids.is_pinned() else ids
         stream.run(lambda: here.copy_(given, non_blocking=True))
         current.wait_for([stream.mark()])
         try:

@@ -699,6 +699,7 @@ def _partials(merged: Merged, gradients: Tensor, dim: int, compute: torch.dtype)
 
 
 def _programs_of(merged: Merged, shape: dict[str, int]) -> int:
+    assert merged.num_nodes == 1 or not merged.cells_alignment, "sums of nodes are of entries, not of cells"
     return min(ceil_div(merged.slots.numel(), shape["ROWS"]), _MOST_PROGRAMS)
 
 

@@ -89,8 +89,8 @@ class DeviceMerged:
         most: the most entries that a slot can have, as far as is known without asking the device.
         node_ends: int64 `[nodes]`: one past the last entry from each node, or None where there is one node.
         gradients: `[M, D]` of the entries, in the order in which they were merged; None until they are known.
-        cells_alignment: not 0 where `order` has, for each entry, the element of `gradients`, a tensor of any shape,
-            where its gradient begins; all are multiples of this power of two.
+        cells_alignment: not 0 where `order` has, for each entry, the element of `gradients`, of any length and width,
+            where its gradient begins; all are multiples of this power of two. Entries are then from one node.
         factors: `[M]`, of the type of the arithmetic, of the sorted entries: what gradients are multiplied by; or None.
     """
 

@@ -154,7 +154,7 @@ def _locate(ids, owners, slots, ranges, index, table, num_ids, num_ranges, num_t
 
 @triton.jit
 def _range_of(unique, offsets, u, ranges, index, num_tables, table_steps, range_steps):
-    """Of unique ids: whether they are some, their rows and tables, and the numbers of the ranges that these are in."""
+    """Of ids: whether they are some, their rows and tables, and the numbers of the ranges that these are in."""
     is_id = u < tl.load(offsets + num_tables)
     row = tl.load(unique + u, mask=is_id, other=0)
     table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)

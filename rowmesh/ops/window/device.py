@@ -33,7 +33,7 @@ class DeviceMicroBatch:
 
     Attributes:
         bags: how ids, which stand together, form bags.
-        recover: int32 `[n]`: the unique id that each id is.
+        recover: int32 `[n]`: which of the window's slots each id reads, or the slot itself.
         window: knows what is read.
     """
 
@@ -54,7 +54,8 @@ class DeviceWindow:
     Attributes:
         num_unique: U, or as many as there could be until the host knows it.
         source: `[R, D]`, what is read, once it is known: rows that were fetched, or those of the arena.
-        slots: int32 `[U]`: which rows of `source` the unique ids are; None where all, in their order.
+        slots: int32 `[U]`: which rows of `source` the unique ids are; None where all, in their order, and where
+            ids have their slots themselves.
         filed: of each micro-batch, the cells that every row goes into.
         sent, asked: requests for and of each rank, of rows that travel.
         rows_in, rows_out, gradients_out, gradients_in: what travels when.
