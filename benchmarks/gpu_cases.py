@@ -12,7 +12,8 @@ from torch.nn.functional import embedding_bag
 from benchmarks.gpu_timing import COPY, Case
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh.ops.gather import cuda as gather_ops
-from rowmesh.ops.merge_update import cuda as merge_ops
+from rowmesh.ops.merge import cuda as merge_ops
+from rowmesh.ops.merge_update import cuda as update_ops
 from rowmesh.ops.pool import cuda as pool_ops
 from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.segment_unique import cuda as unique_ops
@@ -194,10 +195,10 @@ def _merge_update_case(
     lr, _, eps, *_ = numbers
 
     def ours() -> None:
-        merge_ops.update(rows, (state,), merge_ops.merge(slots), gradients, rule, numbers)
+        update_ops.update(rows, (state,), merge_ops.merge(slots), gradients, rule, numbers)
 
     def without_merge() -> None:
-        merge_ops.update(rows, (state,), merged, gradients, rule, numbers)
+        update_ops.update(rows, (state,), merged, gradients, rule, numbers)
 
     def peer() -> None:
         summed = torch.sparse_coo_tensor(slots[None], gradients, peer_rows.shape, check_invariants=False).coalesce()

@@ -12,7 +12,7 @@ from benchmarks.gpu_timing import COPY, Case
 from benchmarks.workload import NUM_TABLES, Workload
 from rowmesh.ops.average import cuda as average_ops
 from rowmesh.ops.bound_ids.cuda import bound_ids
-from rowmesh.ops.merge_update import cuda as merge_ops
+from rowmesh.ops.merge import cuda as merge_ops
 from rowmesh.ops.route import cuda as route_ops
 from rowmesh.ops.segment_unique import cuda as unique_ops
 from rowmesh.ops.window.cuda import intersect

@@ -106,9 +106,10 @@ class DeviceTable:
         return rows, inverse, arrangement, products
 
     def _summed(self, inverse: Tensor) -> Tensor:
-        from rowmesh.ops.merge_update import cuda
+        from rowmesh.ops.merge.cuda import merge
+        from rowmesh.ops.merge_update.cuda import sum_merged
 
-        return cuda.sum_merged(cuda.merge(inverse), self._grad, torch.empty_like(self._grad))
+        return sum_merged(merge(inverse), self._grad, torch.empty_like(self._grad))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

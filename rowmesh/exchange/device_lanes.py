@@ -98,10 +98,10 @@ class Lane:
     replies = True
 
     def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int) -> None:
-        from rowmesh.ops.merge_update import cuda
+        from rowmesh.ops.merge.cuda import merge
 
         self.exchange, self._everyone, self._ranks_per_node = exchange, everyone, ranks_per_node
-        self._merge = cuda.merge
+        self._merge = merge
         self._doing = f"exchanging group {exchange.group.name}"
 
     @property
@@ -200,10 +200,11 @@ class CopiesLane(Lane):
     replies = False
 
     def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int) -> None:
-        from rowmesh.ops.merge_update import cuda
+        from rowmesh.ops.merge.cuda import singles
+        from rowmesh.ops.merge_update.cuda import sum_merged
 
         super().__init__(exchange, everyone, ranks_per_node)
-        self._sum, self._singles = cuda.sum_merged, cuda.singles
+        self._sum, self._singles = sum_merged, singles
         self._doing = f"keeping the copies of group {exchange.group.name} equal"
         self.counts: Sequence[int] = ()
 

@@ -245,9 +245,9 @@ class _Group:
 
     def __init__(self, exchange: GroupExchange, arena: PeerBuffer, mesh: Mesh) -> None:
         from rowmesh.ops.gather import cuda as gather
-        from rowmesh.ops.merge_update import cuda as merge_update
+        from rowmesh.ops.merge.cuda import merge
 
-        self._gather, self._gather_from, self._merge = gather.gather, gather.gather_from, merge_update.merge
+        self._gather, self._gather_from, self._merge = gather.gather, gather.gather_from, merge
         self._exchange, self._arena, self._mesh = exchange, arena, mesh
         assert "node" not in exchange.lane_kinds  # one host is one node
         bases = [part.data_ptr() for part in arena.parts]

@@ -150,7 +150,7 @@ class LocalTransport(Transport):
             exchange.count_merged(sources)
 
     def _update_on_device(self, exchange: GroupExchange, groups: Sequence[DeviceRouteGroup], update: Update) -> None:
-        from rowmesh.ops.merge_update.cuda import merge
+        from rowmesh.ops.merge.cuda import merge
 
         pinned = [group.pinned for group in groups]
         if len(groups) == 1:

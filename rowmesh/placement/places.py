@@ -103,7 +103,7 @@ class SlotTables:
     """
 
     def __init__(self, address_map: AddressMap, device: torch.device, without: Container[str] = ()) -> None:
-        from rowmesh.ops.merge_update.cuda import NO_KIND, count_by_range
+        from rowmesh.ops.merge.cuda import NO_KIND, count_by_range
 
         self._num_tables, self._count = address_map.num_tables, count_by_range
         bounds = [(0, NO_KIND)]  # where ranges begin, in the order of the slots, and of which table they are

@@ -10,7 +10,7 @@ from tests.support.memory import Poisoned
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
-cuda, merging = kernels_of("average"), kernels_of("merge_update")
+cuda, merging = kernels_of("average"), kernels_of("merge")
 
 NUM_ROWS = 12
 

@@ -26,7 +26,7 @@ OF_WHOLE_NUMBERS = {
     "segment_unique": {"atomic_cas", "atomic_min", "atomic_add"},
     "bound_ids": {"atomic_add"},
     "dynamic_index": {"atomic_add"},
-    "merge_update": {"atomic_add"},
+    "merge": {"atomic_add"},
 }
 
 

@@ -9,7 +9,9 @@ from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
 from tests.support.triton import kernels_of, refusing_waits
 
 pytestmark = pytest.mark.triton
-gathering, merging, routing, uniques = map(kernels_of, ("gather", "merge_update", "route", "segment_unique"))
+gathering, merging, updating, routing, uniques = map(
+    kernels_of, ("gather", "merge", "merge_update", "route", "segment_unique")
+)
 WORLD_SIZE, DIM, SIZES = 2, 3, (30, 17)
 RULE = AdaGrad(lr=0.1)
 PLAN = Plan(
@@ -57,7 +59,7 @@ class Rank:
     def sums(self):
         """The gradients of distinct ids, in the order in which their rows were asked for."""
         out = torch.empty(len(self.ids), DIM, device=self.device)
-        merging.sum_merged(merging.merge(self.unique.inverse), self.gradients.to(self.device), out)
+        updating.sum_merged(merging.merge(self.unique.inverse), self.gradients.to(self.device), out)
         return out[self.routed.uniques[: sum(self.asked)].long()].split(self.asked)
 
 
@@ -80,7 +82,7 @@ def test_a_step(device):
     for number, owner in enumerate(ranks):
         merged = merging.merge(lists[number], most=WORLD_SIZE)
         gradients = torch.cat([of[number] for of in sums])
-        merging.update(owner.rows, (owner.state,), merged, gradients, RULE.name, RULE.numbers(0.1, 0.5, 1))
+        updating.update(owner.rows, (owner.state,), merged, gradients, RULE.name, RULE.numbers(0.1, 0.5, 1))
     for table, (values, part) in enumerate(zip(tables, (slice(0, 40), slice(40, 49)), strict=True)):
         touched, total = reference.merge([rank.ids[part] for rank in ranks], [rank.gradients[part] for rank in ranks])
         reference.update(RULE.name, values, {"sum": torch.zeros_like(values)}, touched, total * 0.5, 0.1, RULE.eps)
@@ -104,7 +106,7 @@ def test_the_host_does_not_wait(device):
         found = uniques.segment_unique(rank.unique.unique, rank.unique.offsets)
         routing.route(rank.device_map, found.unique, found.offsets, found.counts)
         merged = merging.merge(slots)
-        merging.update(rank.rows, (rank.state,), merged, gradients, RULE.name, numbers)
+        updating.update(rank.rows, (rank.state,), merged, gradients, RULE.name, numbers)
 
     work()
     with refusing_waits():

@@ -15,7 +15,7 @@ from tests.support.memory import Vast
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
-cuda = kernels_of("merge_update")
+cuda, merging = map(kernels_of, ("merge_update", "merge"))
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 TOLERANCE = {F32: 2e-6, F64: 1e-13, BF16: 2.0**-6}  # two updates; the interpreter cuts bfloat16 off
@@ -65,7 +65,7 @@ def summed(merged, gradients):
 @given(slots=st.lists(st.sampled_from([0, 1, 7, 2**31 - 2, 2**31 - 1]), max_size=40))
 def test_numbers_are_merged_like_slots(device, slots):
     """But for 2³¹ − 1, which is left out."""
-    merged = cuda.merge_numbers(torch.tensor(slots, dtype=torch.int32, device=device))
+    merged = merging.merge_numbers(torch.tensor(slots, dtype=torch.int32, device=device))
     kept = [entry for entry in sorted(range(len(slots)), key=slots.__getitem__) if slots[entry] < 2**31 - 1]
     distinct = sorted({slots[entry] for entry in kept})
     num = len(distinct)
@@ -92,7 +92,7 @@ def test_gradients_may_be_cells_of_a_tensor(device, slots, dim, has_factors, dat
     factors = torch.rand(count, generator=generator, device="cpu") if has_factors else None
     entries = torch.stack([grad.flatten()[cell : cell + dim] for cell in cells.tolist()])
     weighed = entries if factors is None else entries * factors[:, None]
-    merged = cuda.merge(torch.tensor(slots, device=device))
+    merged = merging.merge(torch.tensor(slots, device=device))
     order = merged.order.cpu()
     filed = replace(
         merged,
@@ -121,7 +121,7 @@ def test_merge_is_a_stable_sort(device, slots, missing, narrow):
         given_slots = given_slots.to(torch.int32)  # wraps: the bits of uint32
     valid = max(len(slots) - missing, 0)
     count = None if missing == 0 else torch.tensor([valid], device=device)
-    merged = cuda.merge(given_slots.to(device), count)
+    merged = merging.merge(given_slots.to(device), count)
     distinct = sorted(set(slots[:valid]))
     assert merged.num.tolist() == [len(distinct)]
     assert merged.slots[: len(distinct)].tolist() == distinct
@@ -140,9 +140,9 @@ def test_distinct_slots_are_counted_by_range(device, slots, starts, missing):
     valid = max(len(slots) - missing, 0)
     bounds = [*sorted(starts), 2**32 - 2]
     kinds = [number % 3 - 1 for number in range(len(starts))]  # -1: not counted
-    merged = cuda.merge(torch.tensor(slots, dtype=torch.int64, device=device), torch.tensor([valid], device=device))
+    merged = merging.merge(torch.tensor(slots, dtype=torch.int64, device=device), torch.tensor([valid], device=device))
     totals = torch.tensor([100, 200], device=device)
-    cuda.count_by_range(merged, torch.tensor(bounds, device=device), torch.tensor(kinds, device=device), totals)
+    merging.count_by_range(merged, torch.tensor(bounds, device=device), torch.tensor(kinds, device=device), totals)
     expected = [100, 200]
     for kind, (start, end) in zip(kinds, pairwise(bounds), strict=True):
         if kind >= 0:
@@ -151,9 +151,9 @@ def test_distinct_slots_are_counted_by_range(device, slots, starts, missing):
 
 
 def test_more_ranges_than_a_program_counts(device):
-    merged = cuda.merge(torch.arange(400, device=device).repeat(2))
+    merged = merging.merge(torch.arange(400, device=device).repeat(2))
     starts, totals = torch.arange(0, 401, 2, device=device), torch.zeros(200, dtype=torch.int64, device=device)
-    cuda.count_by_range(merged, starts, torch.arange(200, device=device), totals)
+    merging.count_by_range(merged, starts, torch.arange(200, device=device), totals)
     assert totals.tolist() == [2] * 200
 
 
@@ -171,7 +171,7 @@ def test_every_rule_and_storage(device, dim, dtype, rule_name):
     for step, valid in ((1, 21), (2, 30)):
         slots = torch.randint(0, 25, (30,), generator=generator)
         gradients = torch.randn(30, dim, generator=generator, dtype=compute)
-        merged = cuda.merge(slots.to(device), torch.tensor([valid], device=device))
+        merged = merging.merge(slots.to(device), torch.tensor([valid], device=device))
         cuda.update(mine, tuple(my_state), merged, gradients.to(device), rule_name, rule.numbers(0.1, 0.5, step))
         distinct, sums = reference.merge([slots[:valid]], [gradients[:valid]])
         reference.update(
@@ -198,7 +198,7 @@ def test_every_rule_and_storage(device, dim, dtype, rule_name):
 def test_sums_are_in_the_order_of_entries(device, slots):
     """To the bit, as on a CPU; and the update's are the same."""
     gradients = torch.randn(len(slots), 5, generator=torch.Generator().manual_seed(1)).to(device)
-    merged = cuda.merge(torch.tensor(slots, device=device))
+    merged = merging.merge(torch.tensor(slots, device=device))
     expected = sums_in_order(slots, gradients)
     assert torch.equal(summed(merged, gradients), expected)
     rows = torch.zeros(5, 5, device=device)
@@ -216,16 +216,18 @@ def test_hot_slots_are_summed_chunk_by_chunk(device, sizes, seed):
     gradients = torch.randn(len(slots), 3, generator=generator).to(device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "CHUNK", 4)
-        assert torch.equal(summed(cuda.merge(slots.to(device)), gradients), sums_by_chunk(slots.tolist(), gradients, 4))
+        assert torch.equal(
+            summed(merging.merge(slots.to(device)), gradients), sums_by_chunk(slots.tolist(), gradients, 4)
+        )
 
 
 def test_the_sum_of_a_hot_slot_does_not_depend_on_other_slots(device):
     gradients = torch.randn(600, 3, generator=torch.Generator().manual_seed(0)).to(device)
-    alone = summed(cuda.merge(torch.full((600,), 9, device=device)), gradients)
+    alone = summed(merging.merge(torch.full((600,), 9, device=device)), gradients)
     assert torch.equal(alone, sums_by_chunk([9] * 600, gradients, cuda.CHUNK))
     beside = torch.cat([torch.arange(7, device=device), torch.full((600,), 9, device=device)])
     padded = torch.cat([torch.zeros(7, 3, device=device), gradients])
-    assert torch.equal(summed(cuda.merge(beside), padded)[-1:], alone)
+    assert torch.equal(summed(merging.merge(beside), padded)[-1:], alone)
 
 
 @settings(max_examples=10)
@@ -234,7 +236,7 @@ def test_nodes_are_summed_first(device, nodes):
     slots = [slot for node in nodes for slot in node]
     ends = torch.tensor([*accumulate(map(len, nodes))])
     gradients = torch.randn(len(slots), 3, generator=torch.Generator().manual_seed(2)).to(device)
-    merged = cuda.merge(torch.tensor(slots, dtype=torch.int64, device=device), node_ends=ends.to(device))
+    merged = merging.merge(torch.tensor(slots, dtype=torch.int64, device=device), node_ends=ends.to(device))
     distinct = sorted(set(slots))
     expected = torch.zeros(len(distinct), 3)
     for node, end in zip(nodes, ends.tolist(), strict=True):
@@ -248,7 +250,7 @@ def test_nodes_are_summed_first(device, nodes):
 def test_singles(device, valid):
     slots = torch.tensor([3, 2**31 + 1, 0, 7, 5], device=device)
     gradients = torch.randn(5, 4, device=device)
-    merged = cuda.singles(slots, torch.tensor([valid], dtype=torch.int32, device=device))
+    merged = merging.singles(slots, torch.tensor([valid], dtype=torch.int32, device=device))
     assert torch.equal(summed(merged, gradients), gradients[:valid].cpu())
 
 
@@ -261,7 +263,7 @@ def test_far_rows(device):
     state = Vast(num_rows * 4).tensor(F32, num_rows)
     far = [5, 2**31 - 1, 2**31 + 1, num_rows - 1]
     gradients = torch.ones(8, dim)
-    merged = cuda.merge(torch.tensor(far * 2).to(torch.int32))
+    merged = merging.merge(torch.tensor(far * 2).to(torch.int32))
     numbers = RULES["row_wise_adagrad"](eps=0.0).numbers(1.0, 1.0, 1)
     cuda.update(arena, (state,), merged, gradients, "row_wise_adagrad", numbers)
     assert arena[far].eq(-1).all()
@@ -275,7 +277,7 @@ def test_replays_are_equal_to_the_bit(device):
     results = []
     for _ in range(2):
         rows, moments = torch.ones(3, 6, device=device), [torch.zeros(3, 6, device=device) for _ in range(2)]
-        cuda.update(rows, tuple(moments), cuda.merge(slots), gradients, "adam", Adam().numbers(0.1, 1.0, 2))
+        cuda.update(rows, tuple(moments), merging.merge(slots), gradients, "adam", Adam().numbers(0.1, 1.0, 2))
         results.append(torch.stack([rows, *moments]))
     assert torch.equal(*results)
 
@@ -284,7 +286,7 @@ def test_few_programs_for_many_slots(device, monkeypatch):
     monkeypatch.setattr(cuda, "MOST_PROGRAMS", 2)
     monkeypatch.setattr(cuda, "_TILE", 16)
     slots, gradients = torch.arange(40).repeat(2) // 2, torch.randn(80, 4).to(device)
-    merged, rows = cuda.merge(slots.to(device)), torch.zeros(20, 4, device=device)
+    merged, rows = merging.merge(slots.to(device)), torch.zeros(20, 4, device=device)
     expected = sums_in_order(slots.tolist(), gradients)
     assert torch.equal(summed(merged, gradients), expected)
     cuda.update(rows, (), merged, gradients, "sgd", RULES["sgd"]().numbers(1.0, 1.0, 1))
@@ -292,6 +294,6 @@ def test_few_programs_for_many_slots(device, monkeypatch):
 
 
 def test_rows_too_long_are_refused(device):
-    merged, rows = cuda.merge(torch.zeros(1, dtype=torch.int64, device=device)), torch.zeros(1, 5000, device=device)
+    merged, rows = merging.merge(torch.zeros(1, dtype=torch.int64, device=device)), torch.zeros(1, 5000, device=device)
     with pytest.raises(ConfigurationError, match="5000 values"):
         cuda.sum_merged(merged, rows, rows)

@@ -14,7 +14,7 @@ from tests.support.memory import Poisoned
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton
-cuda, merging = map(kernels_of, ("pool", "merge_update"))
+cuda, merging, updating = map(kernels_of, ("pool", "merge", "merge_update"))
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
@@ -90,7 +90,7 @@ class Job:
         merged = merging.merge_numbers(self.inverse.to(self.device))
         filed = cuda.file_merged(merged, self.bags, self.compute)
         out = torch.empty(self.num_ids, self.dim, dtype=self.compute, device=self.device)
-        sums = merging.sum_merged(filed, grad.to(self.device), out)[: int(merged.num)]
+        sums = updating.sum_merged(filed, grad.to(self.device), out)[: int(merged.num)]
         expected = reference.pool_backward(self.by_bag(grad), self.inverse, self.offsets, self.num_rows, self.factors)
         assert torch.equal(sums.cpu(), expected[merged.slots[: int(merged.num)].cpu()])
 

@@ -183,11 +183,11 @@ def test_other_precisions(device, precision):
 
 def test_gradients_of_equal_ids_are_summed_first(device):
     """With the ops that a step has: distinct ids, their gradients by id, then cores."""
-    merging = kernels_of("merge_update")
+    merging, sums = map(kernels_of, ("merge", "merge_update"))
     case = Case(device, (2, 3, 4), (2, 1, 2), (2, 3), [5, 7, 5, 5, 11, 7, 0], F32)
     distinct, inverse = torch.unique(case.ids, return_inverse=True)
     merged = merging.merge(inverse.to(device))
-    summed = merging.sum_merged(merged, case.gradients.to(device), torch.empty_like(case.gradients, device=device))
+    summed = sums.sum_merged(merged, case.gradients.to(device), torch.empty_like(case.gradients, device=device))
     arrangement = cuda.arrange(distinct.to(device), case.row_factors, case.num_rows)
     _, products = cuda.forward(case.on_device, arrangement)
     gradients = cuda.backward(case.on_device, arrangement, products, summed[: len(distinct)])

@@ -73,7 +73,7 @@ def update(rows, slots, gradients, step):
     if is_on_device(arena):
         places = index(slots if arena is rows else rows.cache_slots).to(arena.device)
         count = torch.tensor([len(places)], dtype=torch.int32, device=arena.device)
-        merged = kernels_of("merge_update").singles(places, count)
+        merged = kernels_of("merge").singles(places, count)
         arena.apply(merged.with_gradients(gradients.to(arena.device)), 0.1, 0.5, step)
         return
     singles, slots = Singles(), u32(slots)

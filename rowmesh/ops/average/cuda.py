@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.ops.gpu import MOST_PROGRAMS, Signature, ceil_div, check, launch, tile_of_rows
-from rowmesh.ops.merge_update.cuda import Merged
+from rowmesh.ops.merge_update.handles import DeviceMerged as Merged
 
 BLOCK = 1024
 _MOST_ROWS = 256  # of one mean each, where the value is one a row

@@ -108,7 +108,7 @@ class DeviceLookUp:
 
     def touched(self) -> DeviceMerged:
         """The rows of a rank alone that are to be updated, each with one gradient."""
-        from rowmesh.ops.merge_update.cuda import singles
+        from rowmesh.ops.merge.cuda import singles
 
         assert self.slots is not None
         return singles(self.slots.to(torch.int64), self.count)
@@ -206,7 +206,7 @@ class InPlaceLookUp(DeviceLookUp):
     """
 
     def __init__(self, layout: GroupLayout, bags: Bags | None, slots: Tensor, dtype: torch.dtype) -> None:
-        from rowmesh.ops.merge_update.cuda import merge_numbers
+        from rowmesh.ops.merge.cuda import merge_numbers
 
         super().__init__(layout, bags, slots, dtype)
         self.by_slot = merge_numbers(slots)
@@ -233,7 +233,7 @@ class InPlaceLookUp(DeviceLookUp):
 
     def touched(self) -> DeviceMerged:
         """The rows that are to be updated, each with one gradient."""
-        from rowmesh.ops.merge_update.cuda import singles
+        from rowmesh.ops.merge.cuda import singles
 
         return singles(self.by_slot.slots, self.by_slot.num)
 

@@ -60,7 +60,7 @@ def merge(slots: Sequence[Tensor], gradients: Sequence[Tensor] = (), into: Merge
     if into is not None:
         merging.merge(into, slots, gradients)
         return into
-    from rowmesh.ops.merge_update import cuda
+    from rowmesh.ops.merge import cuda
 
     if all(each is slots[0] for each in slots):
         merged = cuda.merge_equal(slots[0], len(slots))
@@ -74,7 +74,7 @@ def singles(slots: Tensor, gradients: Tensor, into: Singles | None = None) -> Me
     if into is not None:
         into(slots.data_ptr(), gradients.data_ptr(), gradients.shape[1] * gradients.itemsize, len(slots))
         return into
-    from rowmesh.ops.merge_update import cuda
+    from rowmesh.ops.merge import cuda
 
     count = torch.full((1,), len(slots), dtype=torch.int32, device=slots.device)
     return cuda.singles(slots.to(torch.int64), count).with_gradients(gradients)

@@ -310,7 +310,7 @@ def file_merged(merged: DeviceMerged, bags: Bags, dtype: torch.dtype = torch.flo
 
     Example:
         >>> bags = Bags.describe([(0, 3, -1, 1, 3, 0, 2, 0)], device)  # three bags of one id
-        >>> from rowmesh.ops.merge_update.cuda import merge_numbers
+        >>> from rowmesh.ops.merge.cuda import merge_numbers
         >>> merged = merge_numbers(torch.tensor([7, 5, 7], dtype=torch.int32, device=device))
         >>> file_merged(merged, bags).order.tolist()
         [2, 0, 4]

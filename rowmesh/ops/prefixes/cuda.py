@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.ops.gpu import Signature, ceil_div, check, launch
-from rowmesh.ops.merge_update.cuda import merge as merge_slots
+from rowmesh.ops.merge.cuda import merge as merge_slots
 from rowmesh.ops.merge_update.cuda import sum_merged
 from rowmesh.ops.prefixes.handles import NO_ID, Arrangement, DevicePrefixes
 from rowmesh.ops.segment_unique.cuda import segment_unique
