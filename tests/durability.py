@@ -12,6 +12,7 @@ the exit status is 1 where one failed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
@@ -75,14 +76,18 @@ class Case(NamedTuple):
 
 
 def cases(asked: argparse.Namespace) -> Iterator[Case]:
-    """All that are asked for: of all modes some first, so that what is not run is a part of each."""
-    for number, point in enumerate([*POINTS, *RESUMING] if asked.points else _spread(asked.steps)):
-        for ranks in asked.ranks:
-            for mode in asked.mode or MODES:
-                if ranks == 1 and mode in NEED_RANKS:
+    """All that are asked for: of all modes some first, so that what is not run is a part of each.
+
+    Every point is tried with one transport, in turns, before any is tried with the other.
+    """
+    points = list(enumerate([*POINTS, *RESUMING] if asked.points else _spread(asked.steps)))
+    for again in range(len(TRANSPORTS)):
+        for number, point in points:
+            for ranks, mode in itertools.product(asked.ranks, asked.mode or MODES):
+                if ranks == 1 and (again or mode in NEED_RANKS):
                     continue
-                for transport in TRANSPORTS if ranks > 1 else ("",):
-                    yield Case(mode, ranks, transport, *_point(point, number, ranks))
+                transport = TRANSPORTS[(number + again) % len(TRANSPORTS)] if ranks > 1 else ""
+                yield Case(mode, ranks, transport, *_point(point, number, ranks))
 
 
 def _point(point: int | str, number: int, ranks: int) -> tuple[str, int]:
