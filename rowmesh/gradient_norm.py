@@ -20,7 +20,7 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete, gather_objects
-from rowmesh.ops.look_up.device import DeviceLookUp, InPlaceLookUp
+from rowmesh.ops.look_up.device import DeviceLookUp
 from rowmesh.ops.look_up.host import HostLookUp
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import RELAYS
@@ -95,18 +95,12 @@ def _on_host(exchange: GroupExchange) -> Callable[[HostLookUp], tuple[Tensor, Te
 
 
 def _on_device(exchange: GroupExchange) -> Callable[[DeviceLookUp], tuple[Tensor, Tensor]]:
-    """The same of a look-up on a device, which knows the unique ids of each table."""
+    """The same of a look-up on a device."""
     first = torch.tensor(_first_numbers(exchange)[:-1], device=exchange.device)
 
     def find(look_up: DeviceLookUp) -> tuple[Tensor, Tensor]:
-        count = int(look_up.count)
-        if isinstance(look_up, InPlaceLookUp):  # of one rank: slots tell rows apart as well
-            return look_up.by_slot.slots[:count].cpu(), look_up.summed[:count].cpu()
-        unique = look_up.unique
-        numbers = unique.unique[:count] + torch.repeat_interleave(first, unique.offsets.diff(), output_size=count)
-        if look_up.order is not None:  # gradients stand as the rows were asked for
-            numbers = numbers[look_up.order[:count]]
-        return numbers.cpu(), look_up.summed[:count].cpu()
+        numbers = look_up.row_numbers(first)
+        return numbers.cpu(), look_up.summed[: len(numbers)].cpu()
 
     return find
 

@@ -31,7 +31,7 @@ from rowmesh.exchange.route import (
 from rowmesh.faults import reach
 from rowmesh.mesh.channel import Wire
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
-from rowmesh.ops.look_up.device import DeviceLookUp, DeviceLookUps, InPlaceLookUp
+from rowmesh.ops.look_up.device import DeviceLookUps
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
 from rowmesh.ops.memory import Buffer, Memory, array_at, held_bytes
 from rowmesh.ops.merge_update import DeviceMerged, HostMerged, Merged, Merger
@@ -476,14 +476,7 @@ class GroupExchange:
     def count_alone(self, group: DeviceRouteGroup) -> None:
         """Counts what a batch on a device asked for and is updated now, where no other batch or rank has a part."""
         self.counters.add_accesses(self.accesses(group))
-        self._count_distinct(group.look_up, self.counters.distinct)
-
-    def _count_distinct(self, look_up: DeviceLookUp, counts: Tensor) -> None:
-        """Adds how many distinct ids of each table a rank alone looked up to int64 `[S]` on the device."""
-        if isinstance(look_up, InPlaceLookUp):
-            self._slot_tables.count(look_up.touched(), counts)
-        else:
-            counts += look_up.unique.offsets.diff()
+        group.look_up.add_distinct(self.counters.distinct, self._slot_tables.count)
 
     def sizes_on_device(self, group: AnyRouteGroup) -> Tensor:
         """int64 `[2, W, S′]`: what a batch asks for, by destination and segment: distinct ids, and ids."""
@@ -493,7 +486,7 @@ class GroupExchange:
         assert self.device is not None
         accesses = upload(torch.from_numpy(self.accesses(group)), self.device)
         distinct = torch.zeros_like(accesses)
-        self._count_distinct(look_up, distinct)
+        look_up.add_distinct(distinct, self._slot_tables.count)
         return torch.stack([distinct, accesses]).unsqueeze(1)
 
     def accesses(self, group: AnyRouteGroup) -> NDArray[np.int64]:

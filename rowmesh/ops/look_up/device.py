@@ -13,6 +13,7 @@ the host, and on several ranks it waits for what is asked of this one (`GroupExc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,6 +106,22 @@ class DeviceLookUp:
         """Where each unique id is asked for."""
         assert self.routed is not None
         return self.routed
+
+    def row_numbers(self, first: Tensor) -> Tensor:
+        """Int64 `[num_found]`: the row of each gradient, counted over the tables, of which each begins at `first`."""
+        count = int(self.count)
+        numbers = self.unique.unique[:count]
+        numbers = numbers + torch.repeat_interleave(first, self.unique.offsets.diff(), output_size=count)
+        return numbers if self.order is None else numbers[self.order[:count]]
+
+    def add_distinct(self, counts: Tensor, count_slots: Callable[[DeviceMerged, Tensor], None]) -> None:
+        """Adds how many distinct ids of each table there are to int64 `[S]` on the device.
+
+        Args:
+            counts: of the tables.
+            count_slots: adds the same of the rows that are to be updated, for who knows but their slots.
+        """
+        counts += self.unique.offsets.diff()
 
     def touched(self) -> DeviceMerged:
         """The rows of a rank alone that are to be updated, each with one gradient."""
@@ -230,6 +247,14 @@ class InPlaceLookUp(DeviceLookUp):
     def in_window(self) -> tuple[Tensor, Tensor | None]:
         """The slot of each id, and None."""
         return self.recover, None
+
+    def row_numbers(self, first: Tensor) -> Tensor:
+        """Int64 `[num_found]`: slots, which on a rank alone tell rows apart as well."""
+        return self.by_slot.slots[: int(self.count)]
+
+    def add_distinct(self, counts: Tensor, count_slots: Callable[[DeviceMerged, Tensor], None]) -> None:
+        """Adds how many distinct ids of each table there are, by their slots."""
+        count_slots(self.touched(), counts)
 
     def touched(self) -> DeviceMerged:
         """The rows that are to be updated, each with one gradient."""
