@@ -164,7 +164,7 @@ class GroupExchange:
         )
         if device_map.is_alone and self.is_tiered:
             return DeviceLookUps(None, dtype)  # the host says where rows are
-        return DeviceLookUps(device_map, dtype, are_in_place=device_map.is_alone)
+        return DeviceLookUps(device_map, dtype, self._slot_tables.count if device_map.is_alone else None)
 
     def freeze(self, *, is_frozen: bool) -> None:
         """Rows are looked up and not updated from now on, or are trained again."""
@@ -476,7 +476,7 @@ class GroupExchange:
     def count_alone(self, group: DeviceRouteGroup) -> None:
         """Counts what a batch on a device asked for and is updated now, where no other batch or rank has a part."""
         self.counters.add_accesses(self.accesses(group))
-        group.look_up.add_distinct(self.counters.distinct, self._slot_tables.count)
+        group.look_up.add_distinct(self.counters.distinct)
 
     def sizes_on_device(self, group: AnyRouteGroup) -> Tensor:
         """int64 `[2, W, S′]`: what a batch asks for, by destination and segment: distinct ids, and ids."""
@@ -486,7 +486,7 @@ class GroupExchange:
         assert self.device is not None
         accesses = upload(torch.from_numpy(self.accesses(group)), self.device)
         distinct = torch.zeros_like(accesses)
-        look_up.add_distinct(distinct, self._slot_tables.count)
+        look_up.add_distinct(distinct)
         return torch.stack([distinct, accesses]).unsqueeze(1)
 
     def accesses(self, group: AnyRouteGroup) -> NDArray[np.int64]:

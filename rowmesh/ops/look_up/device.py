@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rowmesh.ops.route.cuda import DeviceMap, Routed
     from rowmesh.ops.segment_unique.cuda import Unique
 
+CountSlots = Callable[["DeviceMerged", Tensor], None]
+
 _BEGIN, _END, _OFFSETS, _MEAN = 0, 1, 2, 7  # of a descriptor, see `rowmesh.ops.pool.cpu`
 
 
@@ -114,13 +116,8 @@ class DeviceLookUp:
         numbers = numbers + torch.repeat_interleave(first, self.unique.offsets.diff(), output_size=count)
         return numbers if self.order is None else numbers[self.order[:count]]
 
-    def add_distinct(self, counts: Tensor, count_slots: Callable[[DeviceMerged, Tensor], None]) -> None:
-        """Adds how many distinct ids of each table there are to int64 `[S]` on the device.
-
-        Args:
-            counts: of the tables.
-            count_slots: adds the same of the rows that are to be updated, for who knows but their slots.
-        """
+    def add_distinct(self, counts: Tensor) -> None:
+        """Adds how many distinct ids of each table there are to int64 `[S]` on the device."""
         counts += self.unique.offsets.diff()
 
     def touched(self) -> DeviceMerged:
@@ -217,15 +214,19 @@ class InPlaceLookUp(DeviceLookUp):
         layout, bags: as of a `DeviceLookUp`.
         slots: int32 `[N]`: of each id.
         dtype: of gradients.
+        count_slots: adds how many distinct slots are of each table to int64 `[S]`.
 
     Attributes:
         by_slot: the ids by distinct slot.
     """
 
-    def __init__(self, layout: GroupLayout, bags: Bags | None, slots: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: GroupLayout, bags: Bags | None, slots: Tensor, dtype: torch.dtype, count_slots: CountSlots
+    ) -> None:
         from rowmesh.ops.merge.cuda import merge_numbers
 
         super().__init__(layout, bags, slots, dtype)
+        self._count_slots = count_slots
         self.by_slot = merge_numbers(slots)
         self._cells: DeviceMerged | None = None
         self._left: LeftGradient | None = None
@@ -252,9 +253,9 @@ class InPlaceLookUp(DeviceLookUp):
         """Int64 `[num_found]`: slots, which on a rank alone tell rows apart as well."""
         return self.by_slot.slots[: int(self.count)]
 
-    def add_distinct(self, counts: Tensor, count_slots: Callable[[DeviceMerged, Tensor], None]) -> None:
+    def add_distinct(self, counts: Tensor) -> None:
         """Adds how many distinct ids of each table there are, by their slots."""
-        count_slots(self.touched(), counts)
+        self._count_slots(self.touched(), counts)
 
     def touched(self) -> DeviceMerged:
         """The rows that are to be updated, each with one gradient."""
@@ -330,7 +331,8 @@ class DeviceLookUps:
     Args:
         device_map: where rows are asked for; None where they are computed, or the host finds them.
         dtype: of vectors and gradients.
-        are_in_place: whether the device has all rows, and other ranks none.
+        count_slots: adds how many distinct slots are of each table to int64 `[S]`; given where the device has all
+            rows, and other ranks none, so that they are read and updated in place.
 
     Attributes:
         num_lent: look-ups that routes have.
@@ -338,8 +340,8 @@ class DeviceLookUps:
 
     num_bytes = 0  # torch's allocator has the memory
 
-    def __init__(self, device_map: DeviceMap | None, dtype: torch.dtype, *, are_in_place: bool = False) -> None:
-        self._map, self._dtype, self._are_in_place = device_map, dtype, are_in_place
+    def __init__(self, device_map: DeviceMap | None, dtype: torch.dtype, count_slots: CountSlots | None = None) -> None:
+        self._map, self._dtype, self._count_slots = device_map, dtype, count_slots
         self.num_lent = 0
 
     def find(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceLookUp:
@@ -354,10 +356,10 @@ class DeviceLookUps:
         from rowmesh.ops.route.cuda import place, route
         from rowmesh.ops.segment_unique.cuda import segment_unique
 
-        if self._are_in_place:
+        if self._count_slots is not None:
             assert self._map is not None
             self.num_lent += 1
-            return InPlaceLookUp(layout, bags, place(self._map, ids, offsets), self._dtype)
+            return InPlaceLookUp(layout, bags, place(self._map, ids, offsets), self._dtype, self._count_slots)
         unique = segment_unique(ids, offsets)
         routed = None
         if self._map is not None:
