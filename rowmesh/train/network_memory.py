@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from rowmesh.data.data_set import DataSet
 from rowmesh.models import DLRM
@@ -43,9 +49,24 @@ def _sizes(config: Config, data: DataSet) -> tuple[int, int]:
     if takes_vectors(config, tables):
         network = own_model(config, data, tables).network
         return sum(parameter.numel() for parameter in network.parameters()), 0
-    with torch.device("meta"):  # without memory
+    with without_memory():
         network = make_network(config, data)
     return sum(parameter.numel() for parameter in network.parameters()), _outputs(network)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Has networks made without memory, and without drawing weights: for that torch would load its compiler."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+class _Undrawn(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.init.normal_:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def _states(optimizer: OptimizerConfig) -> int:
