@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train demo test test-listed test-slow lint format docs newcomer bench clean
 
-# torch first and pinned: a range that admits a newer release would bring the CUDA build along.
+# torch first and pinned: a range could bring a newer release, and with it another build. One that is there is kept.
 $(READY): pyproject.toml
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install --quiet torch==2.13.0

@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> nn.Module:
     # TorchRec: ebc = EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
     # TorchRec: plan = EmbeddingShardingPlanner(topology=…, constraints=…).collective_plan(model, sharders, pg)
     # TorchRec: model = DistributedModelParallel(DLRMTrain(DLRM(ebc, …)), plan=plan, sharders=sharders)
-    # The collection is sharded when it is made. Without a plan every table's rows are dealt over all ranks; a plan from
-    # `rowmesh plan` adds copies of hot rows, and changes no bit of the model.
+    # The collection is sharded when it is made. Without a plan every table's rows are cyclic over all ranks; one that
+    # `rowmesh plan` makes adds copies of hot rows, and changes no bit of the model.
     embeddings = EmbeddingCollection(tables, mesh=mesh)
     network = DLRM(num_dense=NUM_DENSE, num_features=len(tables), dim=DIM, bottom=[32], top=[32])
     # DistributedModelParallel wraps the dense part itself; here the program does, and the tables stay outside.

@@ -39,7 +39,7 @@ class Dynamic:
             `rowmesh.dynamic.stores`. `$NAME` stands for the variable NAME of the environment, as for a password. What a
             store has of an earlier run is removed.
         store_capacity: records that the store keeps at most, over all ranks; beyond, those that came first are
-            forgotten, shard by shard. Needed for memory and files. Default: no limit.
+            forgotten, shard by shard. Needed for files. Default: no limit.
         store_retry_s: seconds for which a store that does not answer is asked again; less than what ranks wait for each
             other.
         missing: what an unknown id reads in evaluation.

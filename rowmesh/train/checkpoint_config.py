@@ -17,8 +17,7 @@ class CheckpointConfig(Section):
         every_minutes: minutes between two checkpoints, by the clock of rank 0; 0: none by time.
         keep_last: how many of the newest stay.
         keep_every: those after a multiple of so many steps stay besides; 0: none does.
-        asynchronous: whether training goes on while one is written, where rows are in the host's memory and replicas do
-            not differ; else it waits.
+        asynchronous: whether training goes on while one is written; else it waits.
         copy_bytes: memory of each rank for copies of rows ahead of the disk, with `asynchronous`; with less than the
             rows take, steps save more of them before they update them; auto: a quarter of what is available, shared by
             the ranks of a host.
