@@ -51,5 +51,9 @@ class CheckpointError(RowmeshError, RuntimeError):
     """A checkpoint cannot be written, or what is read does not fit: names the table, rank or file."""
 
 
+class UnreadableError(CheckpointError):
+    """The system refused to read a checkpoint now (too many open files, say), whatever is in it: try again."""
+
+
 class CheckpointWriteError(CheckpointError):
     """The system refused to write a checkpoint (a full disk, say): another place, or another time, may do."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from rowmesh.checkpoint.series import Series
 from rowmesh.checkpoint.writer import Rules, Writer
-from rowmesh.errors import CheckpointError, ConfigurationError
+from rowmesh.errors import CheckpointError, ConfigurationError, UnreadableError
 from rowmesh.files.advice import described
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.observe.json_lines import utc_text
@@ -114,13 +114,16 @@ class Checkpoints:
             The plain values that were given to `step` or `write`; nothing where there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank: all are damaged or do not fit; says how.
+            CheckpointError: on every rank: all are damaged or do not fit; says how. Or the system refused to read one,
+                which says nothing of it: none is removed.
         """
         mesh, reasons = self._parts.tables.mesh, []
         steps = on_rank_0(mesh, FINDING, self._series.steps)
         for step in reversed(steps):
             try:
                 saved = load(self._series.at(step), self._state)
+            except UnreadableError:
+                raise
             except CheckpointError as error:
                 reasons.append(str(error))
                 if step != steps[0] and mesh.rank == 0:

@@ -15,7 +15,7 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.room import Room
-from rowmesh.errors import CheckpointError
+from rowmesh.errors import CheckpointError, UnreadableError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.parts import Parts, check_plain
@@ -231,12 +231,13 @@ def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -
 
 def _together(mesh: Mesh, action: Callable[[], None], doing: str) -> None:
     """Acts on every rank; CheckpointError on all of them where one failed."""
-    failure = None
+    failure, is_refused = "", False
     try:
         action()
     except CheckpointError as error:
-        failure = str(error)
+        failure, is_refused = str(error), isinstance(error, UnreadableError)
         if mesh.group is None:
             raise
-    if failures := list(dict.fromkeys(filter(None, gather_objects(mesh, failure, doing)))):
-        raise CheckpointError("; ".join(failures))
+    everyone = gather_objects(mesh, [failure, is_refused], doing)
+    if failures := list(dict.fromkeys(text for text, _ in everyone if text)):
+        raise (UnreadableError if any(refused for _, refused in everyone) else CheckpointError)("; ".join(failures))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.checkpoint.files import SavedArray, SavedFiles
+from rowmesh.checkpoint.files import SavedArray, SavedFiles, cannot_read
 from rowmesh.checkpoint.manifest import MANIFEST, ROWS, Manifest, Part, TableEntry, as_numpy, row_dtype, step_name
 from rowmesh.errors import CheckpointError
 from rowmesh.ops.ranges import intersect
@@ -45,7 +45,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"no model in {folder}: {MANIFEST} is missing (did training finish? is it the right folder?)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise cannot_read(f"cannot read {path}: {getattr(error, 'strerror', None) or error}", error) from None
     return Manifest.from_json(text, path)
 
 

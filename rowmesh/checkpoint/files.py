@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -14,11 +15,29 @@ import numpy.typing as npt
 import torch
 
 from rowmesh.checkpoint.manifest import DENSE, Manifest, as_numpy
-from rowmesh.errors import CheckpointError, DamagedFileError
+from rowmesh.errors import CheckpointError, DamagedFileError, UnreadableError
 from rowmesh.files.verified import VerifiedFile
 
 ADVICE = "restore the file from a copy, or train again; --no-verify (verify=False) reads it as it is"
 UNVERIFIABLE = "has no checksums, since an earlier version wrote it: what is read of it is not verified"
+
+
+_REFUSALS = {
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+
+
+def cannot_read(text: str, error: Exception) -> CheckpointError:
+    """The error for what could not be read: another one where the system refused, and where it may be damaged."""
+    is_refused = isinstance(error, OSError) and error.errno in _REFUSALS
+    return (UnreadableError if is_refused else CheckpointError)(text)
 
 
 class SavedFiles:
@@ -114,7 +133,7 @@ class SavedFiles:
         except DamagedFileError as error:
             raise CheckpointError(f"{what}: {error}") from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{what}: {path} cannot be read ({error})") from None
+            raise cannot_read(f"{what}: {path} cannot be read ({error})", error) from None
 
 
 class SavedArray:

@@ -85,12 +85,14 @@ class Series:
         self._remove_claims()
 
     def _parents(self, step: int) -> Iterator[int]:
-        """What a checkpoint adds to, as far as manifests can be read."""
-        with contextlib.suppress(CheckpointError):
+        """What a checkpoint adds to; all older ones where a manifest that would say it cannot be read."""
+        try:
             while parent := read_manifest(self.at(step)).parent:
                 if parent.step >= step:
                     return
                 yield (step := parent.step)
+        except CheckpointError:
+            yield from (older for older in self.steps() if older < step)
 
     def clear(self) -> None:
         """Removes all of them."""

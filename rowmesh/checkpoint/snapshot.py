@@ -248,6 +248,7 @@ class _Frozen:
     def tensor(self, kind: str) -> Tensor:
         """Values or a state."""
         with self._lock:  # waits where it is being read ahead
+            self._store.check_open()
             if self._read is None:
                 self._read = self._store.read(self._shard)
             return self._read[kind]

@@ -115,8 +115,7 @@ class StoreSnapshot:
         copied = self._rows.copy(slots, out)
         reach("snapshot.copied")
         with self._lock:
-            if self._is_closed:
-                raise RowmeshError("the snapshot was closed while it was read")
+            self._raise_if_closed()
             assert not self._is_read[shard], "read once"
             self._is_read[shard] = True
             claimed = self._rows.settle(slots)
@@ -124,6 +123,15 @@ class StoreSnapshot:
             if not self._num_due:
                 self._store.watch(HOOK, None)  # updates cost nothing more
         return self._rows.restored(copied, claimed, out)  # steps need not wait: nothing of it changes any more
+
+    def check_open(self) -> None:
+        """Raises RowmeshError where the snapshot was closed: what was read of it is not to be written either."""
+        with self._lock:
+            self._raise_if_closed()
+
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise RowmeshError("the snapshot was closed while it was read")
 
     def close(self) -> None:
         """Ends watching, and frees pre-images."""

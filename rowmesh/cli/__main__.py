@@ -134,8 +134,8 @@ def _wide_enough() -> Console | None:
 
 
 def _endings() -> list[signal.Signals]:
-    """The signals that end a command; Windows has no SIGHUP."""
-    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    """The signals that end a command; Windows has SIGTERM alone."""
+    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
 
 def _deliver(number: int) -> None:

@@ -375,7 +375,7 @@ class Trainer:
         interval.started_s += time.perf_counter() - started_s
         if self._requests.end:
             checkpoints.wait()
-            is_written = checkpoints.last == self.step
+            is_written = checkpoints.last == self.step > 0
             log.progress.write(checkpoints.farewell(self.step, self._requests.signal, is_written=is_written))
             raise Preempted if is_written else Terminated(self._requests.signal or signal.SIGTERM)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
-from rowmesh.checkpoint.series import BEST, Series
-from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.checkpoint.series import BEST, Series, verify
+from rowmesh.errors import ConfigurationError, RowmeshError, UnreadableError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
@@ -91,8 +91,7 @@ def find_start(claim: Claim, config: Config, data: TableData, resume: Resume, *,
             f"there is no checkpoint in {series.folder} to resume from; give --resume auto to begin where there is "
             "none, or leave it out"
         )
-    folder = series.at(steps[0])
-    metadata = checkpoint.read_manifest(folder).metadata
+    folder, metadata = _newest_that_reads(series, steps)
     before = _config_of(metadata, folder)
     _check_same(before, config, f"the checkpoint {folder}")
     if metadata["identity"] != data.identity:
@@ -101,6 +100,19 @@ def find_start(claim: Claim, config: Config, data: TableData, resume: Resume, *,
             f"{data.place} has others. Give the same data, or train anew without --resume"
         )
     return Start(tuple(steps), plan=metadata["plan"] if _is_placed_alike(before, anchored(config)) else "")
+
+
+def _newest_that_reads(series: Series, steps: Sequence[int]) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint whose manifest can be read, and what that says; `load_newest` passes over the others."""
+    reasons: list[str] = []
+    for step in steps:
+        try:
+            return series.at(step), checkpoint.read_manifest(series.at(step)).metadata
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            reasons.append(str(error))
+    raise CheckpointError("; ".join(reasons))
 
 
 def resumed_placement(config: Config, mesh: Mesh, data: TableData, start: Start) -> Placement:
@@ -134,18 +146,24 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
         What was saved beside the rows.
 
     Raises:
-        CheckpointError: all of them are damaged, or do not fit; says how.
+        CheckpointError: all of them are damaged, or do not fit; says how. Or the system refused to read one, which
+            says nothing of it: none is removed.
     """
     reasons: list[str] = []
     series = series_of(job.config, run)
     for step in steps:
-        failure, state = "", {}
+        failure, is_refused, state = "", False, {}
         job.embeddings.barrier()
         try:
             state = checkpoint.load(series.at(step), job.embeddings)
+            if job.mesh.rank == 0 and state["progress"]["best_step"]:
+                verify(series.at(step) / BEST)  # read at the end of training, when it would be too late
         except CheckpointError as error:
-            failure = str(error)
-        failures = list(dict.fromkeys(filter(None, gather_objects(job.mesh, failure, RESUMING))))
+            failure, is_refused = str(error), isinstance(error, UnreadableError)
+        everyone = gather_objects(job.mesh, [failure, is_refused], RESUMING)
+        failures = list(dict.fromkeys(text for text, _ in everyone if text))
+        if any(refused for _, refused in everyone):
+            raise UnreadableError(f"{'; '.join(failures)}. Nothing is wrong with the checkpoint: start again")
         if not failures:
             job.embeddings.barrier()
             reach("resume.loaded", series.at(step))

@@ -4,6 +4,7 @@ import pytest
 
 from rowmesh import EmbeddingCollection, TableSpec
 from rowmesh.checkpoint import CheckpointError, read_manifest, save
+from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.series import BEST, Series, verify
 from rowmesh.faults import arm
 from rowmesh.files.links import link_tree
@@ -36,6 +37,16 @@ def test_the_newest_and_every_so_many_steps_stay(series):
     assert len(list(series.folder.iterdir())) == 2
     series.clear()
     assert not series.folder.exists()
+
+
+def test_older_ones_stay_where_the_manifest_that_may_name_them_cannot_be_read(series):
+    make(series, 10, 20, 30)
+    (series.at(20) / MANIFEST).write_text("{")
+    series.prune(keep_last=2)
+    assert series.steps() == [10, 20, 30]
+    make(series, 40)
+    series.prune(keep_last=2)
+    assert series.steps() == [30, 40]
 
 
 def test_claims_of_ranks_that_were_killed_go(series):

@@ -245,6 +245,26 @@ def cancel(mesh, folder):
     training.embeddings.close()
 
 
+def test_one_that_is_cancelled_ends_where_all_rows_were_read_ahead(tmp_path):
+    training, is_closed = Training(Mesh(), DENSE), threading.Event()
+    with (
+        mock.patch("rowmesh.checkpoint.snapshot.SHARD_ROWS", 8),
+        mock.patch("rowmesh.checkpoint.snapshot.AHEAD_BYTES_PER_S", 1.0),  # the disk waits until all are copied
+        arm(point="snapshot.closed", action=is_closed.set),
+        held("checkpoint.write_rows") as has_come,
+    ):
+        save = BackgroundSave(tmp_path / "model", training.embeddings, {}, room=Room(1 << 20))
+        assert has_come.wait(60)
+        thread = threading.Thread(target=save.cancel)
+        thread.start()
+        assert is_closed.wait(60)
+    thread.join()
+    with pytest.raises(RowmeshError, match="closed"):
+        save.wait()
+    assert not (tmp_path / "model").exists()
+    training.embeddings.close()
+
+
 DENSE = {**PLAIN, "tables": PLAIN["tables"][:1]}
 
 

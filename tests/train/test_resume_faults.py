@@ -1,5 +1,6 @@
 """What may be wrong where a run is resumed: files of checkpoints, other models, another run in the folder, clocks."""
 
+import errno
 import itertools
 import os
 import re
@@ -8,8 +9,9 @@ import shutil
 import pytest
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint.series import Series
-from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.checkpoint.manifest import MANIFEST
+from rowmesh.checkpoint.series import BEST, Series
+from rowmesh.errors import ConfigurationError, RowmeshError, UnreadableError
 from rowmesh.faults import arm
 from rowmesh.observe import json_lines
 from rowmesh.train import checkpoints
@@ -64,7 +66,12 @@ def empty(series):
     (files_of(series.at(4)) / "C2.0.values.npy").write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [swap, swap_names, truncate, remove, empty])
+def flip_a_bit_of_the_manifest(series):
+    path = series.at(4) / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'"tables"', b'"tablds"', 1))
+
+
+@pytest.mark.parametrize("damage", [swap, swap_names, truncate, remove, empty, flip_a_bit_of_the_manifest])
 def test_a_checkpoint_with_other_files_is_said_and_the_one_before_taken(config_file, tmp_path, capsys, damage):
     killed(config_file, 5)
     damage(Series(tmp_path / "run" / "checkpoints"))
@@ -72,6 +79,39 @@ def test_a_checkpoint_with_other_files_is_said_and_the_one_before_taken(config_f
     out = capsys.readouterr().out
     assert "resume    not from step 4: " in out
     assert "resume    after step 2 of 6" in out
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_a_damaged_best_model_is_found_before_training(config_file, tmp_path, capsys, damage):
+    options = ["train.patience=3", "train.eval_every=1"]
+    killed(config_file, 5, *options)
+    best = Series(tmp_path / "run" / "checkpoints").at(4) / BEST
+    path = files_of(best) / "C1.0.values.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.unlink()  # it may be linked
+    path.write_bytes(content)
+    if damage == "missing":
+        shutil.rmtree(best)
+    assert train(config_file, *options, resume="auto")
+    assert "resume    not from step 4: " in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_the_system_refuses_to_read_stays(config_file, tmp_path, monkeypatch):
+    killed(config_file, 5)
+    series, opened = Series(tmp_path / "run" / "checkpoints"), os.open
+
+    def refuse(path, *arguments, **options):
+        if str(path).startswith(str(series.at(4))) and str(path).endswith(".npy"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UnreadableError, match=r"Too many open files.*start again"):
+        train(config_file, resume="auto")
+    monkeypatch.undo()
+    assert series.steps() == [2, 4]
+    assert train(config_file, resume="auto")
 
 
 @pytest.mark.parametrize(
