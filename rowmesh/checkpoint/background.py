@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
@@ -88,7 +90,7 @@ class BackgroundSave:
             if rank == 0:
                 torch.save(dict(dense), copied)
         except Exception as error:  # the other ranks' threads wait for this one's
-            self._failure = error
+            self._failure = _refusal(error)
         arguments = (folder, copied.getbuffer(), dict(metadata or {}))
         self._thread: Thread | None = None
         try:
@@ -96,7 +98,7 @@ class BackgroundSave:
             thread.start()
             self._thread = thread
         except RuntimeError as error:
-            self._failure = self._failure or error
+            self._failure = self._failure or OSError(errno.EAGAIN, str(error))
             self._run(*arguments)
 
     @property
@@ -162,6 +164,13 @@ class BackgroundSave:
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
+
+
+def _refusal(error: Exception) -> Exception:
+    """A lack of memory as an error of the system, which another checkpoint may not meet; torch has no class for it."""
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return error
 
 
 class _Failed:

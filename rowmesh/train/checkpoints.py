@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +15,11 @@ from rowmesh.checkpoint import CheckpointWriteError
 from rowmesh.checkpoint.series import BEST, Series, remove
 from rowmesh.checkpoint.snapshot import Snapshot
 from rowmesh.checkpoint.writer import Rules, Writer, Written
-from rowmesh.errors import PeerError, Terminated
+from rowmesh.errors import PeerError, RowmeshError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
 from rowmesh.files.links import link_tree
+from rowmesh.files.lock import exclusive
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.placement.text import bytes_text
 from rowmesh.train.config import Config
@@ -27,6 +29,33 @@ from rowmesh.train.run_folder import CONFIG, UNFINISHED, RunFolder
 from rowmesh.train.section import AUTO
 
 LOOK_S = 0.1
+LOCK = ".checkpoints.lock"
+
+
+@contextlib.contextmanager
+def held_folder(config: Config) -> Iterator[None]:
+    """Keeps other runs out of `checkpoint.folder`; a run's own folder is claimed with the run. On rank 0.
+
+    Raises:
+        RowmeshError: another run writes there, or the folder cannot be made.
+    """
+    if not config.checkpoint.folder:
+        yield
+        return
+    folder = Path(config.checkpoint.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RowmeshError(f"cannot make checkpoint.folder {folder}: {error.strerror}") from None
+    refusal = (
+        f"another run has its checkpoints in {folder}; wait for it, or give this one checkpoint.folder=… of its own"
+    )
+    try:
+        with exclusive(folder / LOCK, refusal):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # where nothing is in it
 
 
 def series_of(config: Config, run: RunFolder) -> Series:

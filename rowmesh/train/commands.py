@@ -29,6 +29,7 @@ from rowmesh.observe.trackers import check_trackers
 from rowmesh.train.about import about_run
 from rowmesh.train.best import remove_best
 from rowmesh.train.build import build
+from rowmesh.train.checkpoints import held_folder
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
 from rowmesh.train.config import Config
 from rowmesh.train.device import check_device
@@ -94,6 +95,7 @@ def run_training(
         _claimed(mesh, run, overwrite, resumes=resume != "no") as claim,
         ExitStack() as stack,
     ):
+        on_rank_0(mesh, SETTING_UP, lambda: stack.enter_context(held_folder(config)))
         start = on_rank_0(mesh, SETTING_UP, lambda: find_start(claim, config, data, resume, overwrite=overwrite), Start)
         if start.is_finished:
             _write(mesh, f"resume    nothing to do: {run.path} is a finished run")

@@ -326,27 +326,32 @@ def test_one_that_is_cancelled_leaves_nothing(ranks, tmp_path, world_size):
     assert not (tmp_path / "model").exists()
 
 
-def fail_on_one_rank(mesh, folder, what):
+def fail_on_one_rank(mesh, folder, what, error, reason, kind):
     """One rank cannot make a snapshot, or begin a thread; all learn it, and the next is written."""
     training = Training(mesh, PLAIN)
     group, embeddings = mesh.with_process_group("checkpoints").group, training.embeddings
-    fault = (
-        mock.patch(f"rowmesh.checkpoint.{what}", side_effect=RuntimeError("can't begin"))
-        if mesh.rank == 1
-        else contextlib.nullcontext()
-    )
+    fault = mock.patch(f"rowmesh.checkpoint.{what}", side_effect=error) if mesh.rank == 1 else contextlib.nullcontext()
     with fault:
         save = BackgroundSave(folder, embeddings, {}, group=group)
     training.step()
-    with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint in .*: can't begin"):
+    with pytest.raises(CheckpointError, match=rf"rank 1 cannot write the checkpoint in .*: {reason}") as failure:
         save.wait()
+    assert failure.type is kind
     assert BackgroundSave(folder, embeddings, {}, group=group).wait()
     embeddings.close()
 
 
-@pytest.mark.parametrize("what", ["snapshot.StoreSnapshot.open", "background.Thread"])
-def test_where_one_rank_cannot_begin_all_learn_it(ranks, tmp_path, what):
-    ranks.run(fail_on_one_rank, tmp_path / "model", what, world_size=2)
+@pytest.mark.parametrize(
+    ("what", "error", "reason", "kind"),
+    [
+        ("snapshot.StoreSnapshot.open", RuntimeError("can't begin"), "can't begin", CheckpointError),
+        ("snapshot.StoreSnapshot.open", MemoryError(), "Cannot allocate memory", CheckpointWriteError),
+        ("background.Thread", RuntimeError("can't start new thread"), "can't start", CheckpointWriteError),
+    ],
+)
+def test_where_one_rank_cannot_begin_all_learn_it(ranks, tmp_path, what, error, reason, kind):
+    """A lack of memory or threads may pass."""
+    ranks.run(fail_on_one_rank, tmp_path / "model", what, error, reason, kind, world_size=2)
 
 
 def test_rows_are_as_they_were_and_read_once():

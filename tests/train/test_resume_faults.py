@@ -140,6 +140,23 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(config_file
     assert model_of(tmp_path / "run") == model_of(tmp_path / "other")
 
 
+@pytest.mark.parametrize("resume", ["no", "auto"])
+def test_two_runs_share_no_folder_of_checkpoints(config_file, tmp_path, resume):
+    """The second one, begun before the first has a whole checkpoint, would remove what that writes."""
+    shared, refused = f"checkpoint.folder={tmp_path / 'checkpoints'}", []
+
+    def begin_another():
+        with pytest.raises(RowmeshError, match=r"another run has its checkpoints in .*checkpoints; wait for it"):
+            train(config_file, shared, f"run.folder={tmp_path / 'other'}", resume=resume)
+        refused.append((tmp_path / "other").exists())
+
+    with arm(point="loop.step", action=once(begin_another)):
+        assert train(config_file, shared)
+    assert refused == [False]
+    assert Series(tmp_path / "checkpoints").steps() == [4, 6]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
 def once(action):
     """Calls it the third time alone."""
     calls = itertools.count(1)
