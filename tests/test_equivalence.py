@@ -155,7 +155,7 @@ def scenarios(draw, dims=(3, 16)):
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(scenario=scenarios())
 def test_random_configurations(ranks, scenario):
     check(ranks, scenario)

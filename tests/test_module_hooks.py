@@ -28,12 +28,20 @@ from rowmesh import (
 )
 from rowmesh.errors import ConfigurationError
 from rowmesh.models import DLRM
+from rowmesh.tables import TensorTrain
 from tests.support.ranks import RankPool
 
 TABLES = (
     TableSpec(name="item", num_rows=11, dim=4, optimizer=Adam(lr=0.1)),
     TableSpec(name="day", num_rows=5, dim=4, optimizer=SGD(lr=0.1)),
-    TableSpec(name="cores", num_rows=30, dim=4, storage="tensor_train", optimizer=AdaGrad(lr=0.1)),
+    TableSpec(
+        name="cores",
+        num_rows=30,
+        dim=4,
+        storage="tensor_train",
+        tensor_train=TensorTrain(rank=2),
+        optimizer=AdaGrad(lr=0.1),
+    ),
 )
 
 

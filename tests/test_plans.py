@@ -98,7 +98,7 @@ def scenarios(draw):
     return replace(job, plan=plan, ranks_per_node=ranks_per_node)
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(scenario=scenarios(), one_sided=st.booleans())
 def test_random_plans(ranks, scenario, one_sided):
     check_plan(ranks, scenario, one_sided)

@@ -20,10 +20,14 @@ from rowmesh import (
 )
 from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
-from rowmesh.tables import Uniform
+from rowmesh.tables import TensorTrain, Uniform
 
 SCALE = 1024.0
-KINDS = {"dense": {}, "tiered": {"storage": "tiered"}, "tensor-train": {"storage": "tensor_train"}}
+KINDS = {
+    "dense": {},
+    "tiered": {"storage": "tiered"},
+    "tensor-train": {"storage": "tensor_train", "tensor_train": TensorTrain(rank=2)},
+}
 
 
 def tables(**options):

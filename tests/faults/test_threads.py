@@ -13,7 +13,7 @@ from rowmesh.errors import RowmeshError
 from rowmesh.faults import arm
 from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
-from rowmesh.tables import Tiers, Uniform
+from rowmesh.tables import TensorTrain, Tiers, Uniform
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 from tests.support.threads import in_threads
 
@@ -22,7 +22,7 @@ KINDS = {
     "pooled": {},
     "not pooled": {"pooling": "none"},
     "tiered": {"storage": "tiered"},
-    "tensor-train": {"storage": "tensor_train"},
+    "tensor-train": {"storage": "tensor_train", "tensor_train": TensorTrain(rank=2)},
 }
 
 

@@ -29,7 +29,11 @@ LAYOUTS = {
     "double": ["tables.dtype=float64"],
     "bfloat16": ["tables.dtype=bfloat16"],
     "network in bfloat16": ["train.precision=bfloat16"],
-    "tensor-train": ["tables.C3.storage=tensor_train", "tables.tensor_train.optimizer.name=adagrad"],
+    "tensor-train": [
+        "tables.C3.storage=tensor_train",
+        "tables.C3.tensor_train.rank=2",
+        "tables.tensor_train.optimizer.name=adagrad",
+    ],
     "tiered": ["tables.storage=tiered", "tiers.fast_share=0.5"],
 }
 

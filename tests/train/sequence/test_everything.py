@@ -14,7 +14,7 @@ from rowmesh.train.sequence.recommend import recommend
 from tests.support.commands import run_on
 
 COLLECTIVE, ONE_SIDED = "parallel.transport=collective", "parallel.transport=one_sided"
-CORES = ["tables.storage=tensor_train", "tables.tensor_train.rank=4"]
+CORES = ["tables.storage=tensor_train", "tables.tensor_train.rank=2"]
 DYNAMIC = ["tables.storage=dynamic", "tables.dynamic.shards=4"]
 FEW_USERS = ["data.batch_size=2", "train.steps=9"]
 SAMPLED = ["model.options.loss=sampled_softmax", "model.options.negatives=20", "train.epochs=1"]
