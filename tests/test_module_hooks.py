@@ -239,7 +239,7 @@ def test_the_dense_part_can_be_exported():
     file.seek(0)
     loaded = torch.export.load(file).module()
     vectors, dense = torch.cat([vectors, vectors]), torch.rand(8, 3)
-    torch.testing.assert_close(loaded(dense, vectors), network(dense, vectors), rtol=0, atol=0)
+    torch.testing.assert_close(loaded(dense, vectors), network(dense, vectors))  # exported dot products are torch's
 
 
 def average_in_a_pipeline(mesh):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -66,6 +66,7 @@ class BackgroundSave:
         group: a process group that nothing else uses meanwhile; None for a single process.
         base: of an increment: what it adds to, and what changed since; None: all rows are written.
         room: for pre-images and copies, which stays for the next one; default: of its own.
+        at_end: called when it is on disk, by the thread that wrote it.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class BackgroundSave:
         group: dist.ProcessGroup | None = None,
         base: Base | None = None,
         room: Room | None = None,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         rank = 0 if group is None else dist.get_rank(group)
         copied = io.BytesIO()
-        self._group, self._error, self._base = group, None, base
+        self._group, self._error, self._base, self._at_end = group, None, base, at_end
         self._failure: Exception | None = None
         self._snapshot: Snapshot | None = None
         try:
@@ -142,28 +144,25 @@ class BackgroundSave:
 
     def _run(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         try:
-            if self._failure is not None or self._snapshot is None:
-                failed = cast("RowHolder", _Failed(self._failure))
-                save(folder, failed, dense, metadata=metadata, group=self._group)
-            else:
-                rows = self._snapshot
-                rows.wait_ahead()
-                increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
-                save(
-                    folder,
-                    rows,
-                    dense,
-                    metadata=metadata,
-                    group=self._group,
-                    increment=increment,
-                    beside_steps=True,
-                )
-                rows.prepare_next()
+            try:
+                self._save(folder, dense, metadata)
+            finally:
+                if self._snapshot is not None:
+                    self._snapshot.close()
+            self._at_end()
         except BaseException as error:  # raised where it is waited for
             self._error = error
-        finally:
-            if self._snapshot is not None:
-                self._snapshot.close()
+
+    def _save(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
+        if self._failure is not None or self._snapshot is None:
+            failed = cast("RowHolder", _Failed(self._failure))
+            save(folder, failed, dense, metadata=metadata, group=self._group)
+            return
+        rows = self._snapshot
+        rows.wait_ahead()
+        increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
+        save(folder, rows, dense, metadata=metadata, group=self._group, increment=increment, beside_steps=True)
+        rows.prepare_next()
 
 
 def _refusal(error: Exception) -> Exception:

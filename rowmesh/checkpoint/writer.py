@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -134,8 +135,16 @@ class Writer:
             on_rank_0(self._mesh, WRITING, lambda: prepare(place))
             base = self._base()
             if self._rules.asynchronous:
-                group, room = self._group, self._room
-                saving = BackgroundSave(place, self._rows, dense, metadata=metadata, group=group, base=base, room=room)
+                saving = BackgroundSave(
+                    place,
+                    self._rows,
+                    dense,
+                    metadata=metadata,
+                    group=self._group,
+                    base=base,
+                    room=self._room,
+                    at_end=partial(self._tidy, step, place),
+                )
                 self._under_way = _UnderWay(step, place, started_s, saving)
                 return None
             if base is None:
@@ -145,7 +154,8 @@ class Writer:
         except (OSError, CheckpointWriteError):
             self._discard(place)
             raise
-        return self._finish(step, place, started_s, None)
+        self._tidy(step, place)
+        return self._written(step, place, started_s, None)
 
     def wait(self, timeout_s: float | None = None) -> Written | None:
         """Waits until the one that is being written is on disk, so long at most; None: it is not yet.
@@ -163,7 +173,7 @@ class Writer:
             self._discard(under_way.place)
             raise
         self._under_way = None
-        return self._finish(under_way.step, under_way.place, under_way.started_s, under_way.save.snapshot)
+        return self._written(under_way.step, under_way.place, under_way.started_s, under_way.save.snapshot)
 
     def drop(self) -> None:
         """Ends the one that is being written, if there is one, and removes what there is of it."""
@@ -205,18 +215,20 @@ class Writer:
         step, folder, digest, depth = of_rank_0
         return Base(Parent(step, Identity(folder, digest), depth), changed)
 
-    def _finish(self, step: int, place: Path, started_s: float, snapshot: Snapshot | None) -> Written:
-        """One is on disk: older ones go."""
+    def _written(self, step: int, place: Path, started_s: float, snapshot: Snapshot | None) -> Written:
         self.last = step
+        return Written(step, place, time.perf_counter() - started_s, snapshot)
+
+    def _tidy(self, step: int, place: Path) -> None:
+        """One is on disk: the next may add to it, and older ones go. Beside steps in the thread that wrote it."""
         if self._mesh.rank == 0:
             if self._changes is not None:
                 self._note_parent(step, place)
             with contextlib.suppress(OSError):  # the next one removes what stays
                 self._series.prune(self._rules.keep_last, self._rules.keep_every)
-        return Written(step, place, time.perf_counter() - started_s, snapshot)
 
     def _note_parent(self, step: int, place: Path) -> None:
-        """The next one adds to this one, where there is an increment left. On rank 0."""
+        """The next one adds to this one, where there is an increment left."""
         with contextlib.suppress(CheckpointError):  # the next one is full
             manifest = read_manifest(place)
             if manifest.depth < self._rules.incremental:

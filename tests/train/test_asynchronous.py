@@ -82,6 +82,14 @@ def test_a_line_says_where_memory_for_copies_is_short(config_file, tmp_path, cap
     assert series(tmp_path / "run").steps() == [3, 6, 9]
 
 
+def test_steps_do_not_wait_while_older_ones_are_removed(config_file):
+    threads: list[str] = []
+    with arm(point="checkpoint.prune", action=lambda: threads.append(threading.current_thread().name)):
+        assert train(config_file, "checkpoint.keep_last=1")
+    assert threads
+    assert set(threads) == {"rowmesh checkpoint"}
+
+
 def test_a_full_disk_costs_the_checkpoint_alone(config_file, tmp_path, capsys):
     with arm("checkpoint.write_rows@13=ENOSPC"):
         train(config_file)
