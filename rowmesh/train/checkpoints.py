@@ -37,25 +37,28 @@ def held_folder(config: Config) -> Iterator[None]:
     """Keeps other runs out of `checkpoint.folder`; a run's own folder is claimed with the run. On rank 0.
 
     Raises:
-        RowmeshError: another run writes there, or the folder cannot be made.
+        RowmeshError: another run writes there, or this one cannot.
     """
     if not config.checkpoint.folder:
         yield
         return
     folder = Path(config.checkpoint.folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RowmeshError(f"cannot make checkpoint.folder {folder}: {error.strerror}") from None
     refusal = (
         f"another run has its checkpoints in {folder}; wait for it, or give this one checkpoint.folder=… of its own"
     )
-    try:
-        with exclusive(folder / LOCK, refusal):
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # where nothing is in it
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(_remove_empty, folder)
+            stack.enter_context(exclusive(folder / LOCK, refusal))
+        except OSError as error:
+            raise RowmeshError(f"cannot write in checkpoint.folder {folder}: {error.strerror or error}") from None
+        yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def series_of(config: Config, run: RunFolder) -> Series:

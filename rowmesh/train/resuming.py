@@ -163,7 +163,7 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
         everyone = gather_objects(job.mesh, [failure, is_refused], RESUMING)
         failures = list(dict.fromkeys(text for text, _ in everyone if text))
         if any(refused for _, refused in everyone):
-            raise UnreadableError(f"{'; '.join(failures)}. Nothing is wrong with the checkpoint: start again")
+            raise UnreadableError(f"{'; '.join(failures)}. No checkpoint was removed: mend that, and start again")
         if not failures:
             job.embeddings.barrier()
             reach("resume.loaded", series.at(step))

@@ -19,7 +19,7 @@ from rowmesh.faults import arm
 from rowmesh.files.manifest import contents
 from tests.support.clicks import prepare_clicks
 
-SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
+SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
 SMALL = ["model.bottom=[4]", "model.top=[4]", "tables.dim=4", "data.batch_size=64"]
 
 

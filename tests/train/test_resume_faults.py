@@ -157,6 +157,13 @@ def test_two_runs_share_no_folder_of_checkpoints(config_file, tmp_path, resume):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
+def test_a_folder_of_checkpoints_that_cannot_be_made_is_an_error_of_one_line(config_file, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RowmeshError, match=r"cannot write in checkpoint.folder .*file/checkpoints: Not a directory"):
+        train(config_file, f"checkpoint.folder={tmp_path / 'file' / 'checkpoints'}")
+    assert not (tmp_path / "run").exists()
+
+
 def once(action):
     """Calls it the third time alone."""
     calls = itertools.count(1)
