@@ -87,7 +87,13 @@ def cases(asked: argparse.Namespace) -> Iterator[Case]:
                 if ranks == 1 and (again or mode in NEED_RANKS):
                     continue
                 transport = TRANSPORTS[(number + again) % len(TRANSPORTS)] if ranks > 1 else ""
-                yield Case(mode, ranks, transport, *_point(point, number, ranks))
+                yield Case(mode, ranks, transport, *_point(point, number, _writers(mode, ranks, point)))
+
+
+def _writers(mode: str, ranks: int, point: int | str) -> int:
+    """Of how many ranks, the first ones, each comes to a point: of dynamic tables one replica group writes the rows."""
+    is_of_first_group = str(point).startswith("checkpoint.write_rows") and "dynamic" in mode and "replicas" in mode
+    return ranks // 2 if is_of_first_group else ranks
 
 
 def _point(point: int | str, number: int, ranks: int) -> tuple[str, int]:
