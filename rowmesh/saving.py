@@ -17,7 +17,6 @@ from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.room import Room
 from rowmesh.errors import CheckpointError, UnreadableError
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.waiting import gather_objects
 from rowmesh.parts import Parts, check_plain
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def save(
     """
     folder, parts = Path(folder), Parts(state)
     dense = _state_for(folder, parts, overwrite=overwrite)
-    checkpoint.save(folder, parts.tables, dense, metadata=metadata, group=parts.tables.mesh.group)
+    checkpoint.save(folder, parts.tables, dense, metadata=metadata, peers=parts.tables.mesh.peers)
 
 
 class Saving:
@@ -133,10 +132,10 @@ def async_save(
     collections = parts.tables.collections
     wait_for_those_before(collections)
     dense = _state_for(folder, parts, overwrite=overwrite)
-    group = parts.tables.mesh.with_process_group("async_save").group
+    peers = parts.tables.mesh.with_process_group("async_save").peers
     hosts = parts.tables.mesh.hosts
     room = Room(copy_bytes, sharers=hosts.count(hosts[parts.tables.mesh.rank]))
-    saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, group=group, room=room))
+    saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, peers=peers, room=room))
     take_turn(collections, saving)
     return saving
 
@@ -238,6 +237,6 @@ def _together(mesh: Mesh, action: Callable[[], None], doing: str) -> None:
         failure, is_refused = str(error), isinstance(error, UnreadableError)
         if mesh.group is None:
             raise
-    everyone = gather_objects(mesh, [failure, is_refused], doing)
+    everyone = mesh.peers.gather([failure, is_refused], doing)  # to read or copy may take longer than the timeout
     if failures := list(dict.fromkeys(text for text, _ in everyone if text)):
         raise (UnreadableError if any(refused for _, refused in everyone) else CheckpointError)("; ".join(failures))

@@ -243,7 +243,7 @@ def through_a_checkpoint(mesh, tables, plans, ranks_per_node, folder):
     optimizer = EmbeddingOptimizer(first)
     first(SparseBatch.from_bags({spec.name: [list(range(spec.num_rows))] for spec in tables})).values.sum().backward()
     optimizer.step()
-    checkpoint.save(folder, first, {}, group=mesh.group)
+    checkpoint.save(folder, first, {}, peers=mesh.peers)
     checkpoint.load(folder, second)
     second.barrier()
     parts = [{spec.name: _by_row(each.held_rows(spec.name)) for spec in tables} for each in (first, second)]

@@ -233,7 +233,7 @@ def load_between_averages(mesh, folder):
     collection, optimizer = averaged(mesh, 4)
     for number in range(4):
         step(collection, optimizer, number)
-    save(folder, collection, {}, group=mesh.group)
+    save(folder, collection, {}, peers=mesh.peers)
     saved = rows_of(collection)
     step(collection, optimizer, 5 + mesh.rank)
     load(folder, collection)
@@ -252,7 +252,7 @@ def resume(mesh, folder):
     straight, optimizer = averaged(mesh, 2)
     for number in range(3):
         step(straight, optimizer, number, 2 * mesh.rank)
-    save(folder, straight, {}, group=mesh.group)
+    save(folder, straight, {}, peers=mesh.peers)
     resumed, other = averaged(mesh, 2)
     load(folder, resumed)
     resumed.barrier()

@@ -23,7 +23,7 @@ class Commands:
 
     def write(self) -> dict[str, Any]:
         """Writes it and waits for the disk; seconds."""
-        return self._timed(lambda: checkpoint.save(self._folder, self._embeddings, {}, group=self._mesh.group))
+        return self._timed(lambda: checkpoint.save(self._folder, self._embeddings, {}, peers=self._mesh.peers))
 
     def read(self) -> dict[str, Any]:
         """Reads this rank's rows; seconds."""

@@ -11,13 +11,12 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 
 from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.snapshot import Changed, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
-from rowmesh.mesh.groups import abort
+from rowmesh.mesh.peers import Peers
 
 if TYPE_CHECKING:
     from rowmesh.checkpoint.write import RowHolder
@@ -43,13 +42,13 @@ def save_increment(
     base: Base,
     *,
     metadata: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
+    peers: Peers | None = None,
 ) -> None:
     """Writes the rows that changed since another checkpoint, and waits for the disk; see `checkpoint.save`."""
-    snapshot = Snapshot(embeddings, 0 if group is None else dist.get_rank(group), base.changed)
+    snapshot = Snapshot(embeddings, 0 if peers is None else peers.rank, base.changed)
     increment = Increment(base.parent, snapshot.changed_rows)
     try:
-        save(folder, snapshot, dense, metadata=metadata, group=group, increment=increment)
+        save(folder, snapshot, dense, metadata=metadata, peers=peers, increment=increment)
     finally:
         snapshot.close()
 
@@ -63,7 +62,7 @@ class BackgroundSave:
 
     Args:
         folder, embeddings, dense, metadata: as for `checkpoint.save`.
-        group: a process group that nothing else uses meanwhile; None for a single process.
+        peers: the ranks, of a process group that nothing else uses meanwhile; default: this process alone.
         base: of an increment: what it adds to, and what changed since; None: all rows are written.
         room: for pre-images and copies, which stays for the next one; default: of its own.
         at_end: called when it is on disk, by the thread that wrote it.
@@ -76,20 +75,19 @@ class BackgroundSave:
         dense: Mapping[str, Any],
         *,
         metadata: Mapping[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
+        peers: Peers | None = None,
         base: Base | None = None,
         room: Room | None = None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        rank = 0 if group is None else dist.get_rank(group)
         copied = io.BytesIO()
-        self._group, self._error, self._base, self._at_end = group, None, base, at_end
+        self._peers, self._error, self._base, self._at_end = peers or Peers(), None, base, at_end
         self._failure: Exception | None = None
         self._snapshot: Snapshot | None = None
         try:
-            self._snapshot = Snapshot(embeddings, rank, None if base is None else base.changed, room)
+            self._snapshot = Snapshot(embeddings, self._peers.rank, None if base is None else base.changed, room)
             self._snapshot.read_ahead()
-            if rank == 0:
+            if self._peers.rank == 0:
                 torch.save(dict(dense), copied)
         except Exception as error:  # the other ranks' threads wait for this one's
             self._failure = _refusal(error)
@@ -137,8 +135,8 @@ class BackgroundSave:
         """Ends it, here and at other ranks, and removes what was written; for runs that fail."""
         if self._snapshot is not None:
             self._snapshot.close()
-        if not self.is_done and self._group is not None:
-            abort(self._group)
+        if not self.is_done:
+            self._peers.end()
         if self._thread is not None:
             self._thread.join()
 
@@ -156,12 +154,12 @@ class BackgroundSave:
     def _save(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         if self._failure is not None or self._snapshot is None:
             failed = cast("RowHolder", _Failed(self._failure))
-            save(folder, failed, dense, metadata=metadata, group=self._group)
+            save(folder, failed, dense, metadata=metadata, peers=self._peers)
             return
         rows = self._snapshot
         rows.wait_ahead()
         increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
-        save(folder, rows, dense, metadata=metadata, group=self._group, increment=increment, beside_steps=True)
+        save(folder, rows, dense, metadata=metadata, peers=self._peers, increment=increment, beside_steps=True)
         rows.prepare_next()
 
 

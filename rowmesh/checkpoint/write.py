@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rowmesh.checkpoint.manifest import (
@@ -53,12 +52,15 @@ from rowmesh.faults import reach
 from rowmesh.files.advice import advice, may_pass
 from rowmesh.files.atomic import sync_folder, write_text
 from rowmesh.files.checksums import Checksums, Writable
-from rowmesh.mesh.groups import gather_in_group
+from rowmesh.mesh.peers import Peers
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
 
 T = TypeVar("T")
+
+WRITING = "writing a checkpoint"
+"""What ranks do, for the message of a PeerError."""
 
 
 class LocalRows(Piece, Protocol):
@@ -133,14 +135,14 @@ def save(
     dense: Mapping[str, Any] | memoryview,
     *,
     metadata: Mapping[str, Any] | None = None,
-    group: dist.ProcessGroup | None = None,
+    peers: Peers | None = None,
     increment: Increment | None = None,
     replaces: Identity | None = None,
     beside_steps: bool = False,
 ) -> None:
     """Writes a checkpoint, replacing the one in `folder` only when all of it is on disk.
 
-    Collective and blocking: every rank of `group` calls it, and all must see the same file system. No
+    Collective and blocking: every rank calls it, and all must see the same file system. No
     rows travel; every rank writes its own, and rank 0 writes `dense`.
 
     Args:
@@ -149,7 +151,7 @@ def save(
         embeddings: whose rows and optimizer state to write.
         dense: state dictionaries, for `torch.save`, or what it wrote of them; rank 0's are written.
         metadata: JSON values for the manifest.
-        group: the process group; None for a single process.
+        peers: the ranks; default: this process alone.
         increment: which rows to write; default: all, which makes a full checkpoint.
         replaces: the increment that this one is made of.
         beside_steps: whether training goes on meanwhile, so that large files are to pass the page cache.
@@ -157,20 +159,21 @@ def save(
     Raises:
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
         CheckpointError: on every rank, where a rank failed otherwise.
+        PeerError: another rank is lost.
     """
     embeddings.synchronize()
-    rank = 0 if group is None else dist.get_rank(group)
-    token = _from_rank_0(secrets.token_hex(8), group)
+    peers = peers or Peers()
+    rank, token = peers.rank, peers.gather(secrets.token_hex(8), WRITING)[0]
     target = folder / token
     try:
-        _together(lambda: _prepare(folder, target) if rank == 0 else None, folder, group)
+        _together(lambda: _prepare(folder, target) if rank == 0 else None, folder, peers)
         written = _together(
-            lambda: _write_rows(NewFiles(target, beside_steps), embeddings, dense, rank, increment), folder, group
+            lambda: _write_rows(NewFiles(target, beside_steps), embeddings, dense, rank, increment), folder, peers
         )
         parent = None if increment is None else increment.parent
         manifest = _manifest(token, embeddings.tables, written, dict(metadata or {}), parent)
         manifest = replace(manifest, replaces=replaces)
-        _together(lambda: _publish(folder, manifest) if rank == 0 else None, folder, group)
+        _together(lambda: _publish(folder, manifest) if rank == 0 else None, folder, peers)
     except BaseException:
         if rank == 0 and not _is_published(folder, token):
             shutil.rmtree(target, ignore_errors=True)
@@ -336,27 +339,22 @@ def _remove_others(folder: Path, keep: str) -> None:
                 path.unlink()
 
 
-def _together(action: Callable[[], T], folder: Path, group: dist.ProcessGroup | None) -> list[T]:
+def _together(action: Callable[[], T], folder: Path, peers: Peers) -> list[T]:
     """Every rank's result of `action`, on every rank; CheckpointError on all where it failed on one."""
     result: T | None = None
     failure: _Failure | None = None
-    rank = 0 if group is None else dist.get_rank(group)
     try:
         result = action()
     except Exception as error:  # of whatever kind: the other ranks wait
-        failure = _Failure(f"rank {rank} cannot write the checkpoint in {folder}: {_reason(error)}", may_pass(error))
-    if group is None:
-        results, failures = [result], [failure]
-    else:
-        outcomes = gather_in_group(group, (_to_plain(result), failure), "writing a checkpoint")
-        results = [_from_plain(each) for each, _ in outcomes]
-        failures = [_Failure(*failure) for _, failure in outcomes if failure]
-    if failures := [failure for failure in failures if failure]:
+        text = f"rank {peers.rank} cannot write the checkpoint in {folder}: {_reason(error)}"
+        failure = _Failure(text, may_pass(error))
+    outcomes = peers.gather((_to_plain(result), failure), WRITING)
+    if failures := [_Failure(*failure) for _, failure in outcomes if failure]:
         kind = CheckpointWriteError if all(failure.may_pass for failure in failures) else CheckpointError
         raise kind(
             "; ".join(failure.text for failure in failures) + "; the former checkpoint stays until a new one is whole"
         )
-    return cast("list[T]", results)
+    return cast("list[T]", [_from_plain(each) for each, _ in outcomes])
 
 
 class _Failure(NamedTuple):
@@ -372,12 +370,6 @@ def _reason(error: Exception) -> str:
             return f"only a part was written ({error}); is the disk full?"
         return f"{error.strerror}; {known}" if (known := advice(error)) else error.strerror
     return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__} {error}"
-
-
-def _from_rank_0(value: T, group: dist.ProcessGroup | None) -> T:
-    if group is None:
-        return value
-    return gather_in_group(group, value, "writing a checkpoint")[0]
 
 
 def _to_plain(written: Any) -> Any:

@@ -16,13 +16,11 @@ from rowmesh.checkpoint.manifest import MANIFEST, Identity, Parent
 from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.series import Series, remove
 from rowmesh.checkpoint.snapshot import Snapshot, Source
-from rowmesh.checkpoint.write import RowHolder, save
+from rowmesh.checkpoint.write import WRITING, RowHolder, save
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
-
-WRITING = "writing a checkpoint"
 
 
 class Rows(Source, RowHolder, Protocol):
@@ -92,7 +90,7 @@ class Writer:
         self._parent: Parent | None = None
         # Of several writers, each has to know what changed since its own.
         self._changes = Changes(rows, f"{HOOK} since {series.folder}") if rules.incremental else None
-        self._group = mesh.with_process_group("checkpoints").group if rules.asynchronous else mesh.group
+        self._peers = (mesh.with_process_group("checkpoints") if rules.asynchronous else mesh).peers
 
     @property
     def under_way(self) -> int | None:
@@ -140,7 +138,7 @@ class Writer:
                     self._rows,
                     dense,
                     metadata=metadata,
-                    group=self._group,
+                    peers=self._peers,
                     base=base,
                     room=self._room,
                     at_end=partial(self._tidy, step, place),
@@ -148,9 +146,9 @@ class Writer:
                 self._under_way = _UnderWay(step, place, started_s, saving)
                 return None
             if base is None:
-                save(place, self._rows, dense, metadata=metadata, group=self._group)
+                save(place, self._rows, dense, metadata=metadata, peers=self._peers)
             else:
-                save_increment(place, self._rows, dense, base, metadata=metadata, group=self._group)
+                save_increment(place, self._rows, dense, base, metadata=metadata, peers=self._peers)
         except (OSError, CheckpointWriteError):
             self._discard(place)
             raise

@@ -1,4 +1,4 @@
-"""Process groups of gloo: values of all members, how long they wait, and how they are ended while they do."""
+"""Process groups of gloo: bytes of all members, how long they wait, and how they are ended while they do."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
-
-from rowmesh.mesh.patience import patiently
-from rowmesh.mesh.plain import decode, encode
 
 _LAST_TAG = (1 << 21) - 1  # of a message that never comes
 _LEAST = timedelta(minutes=30)  # as torch itself
@@ -56,30 +53,6 @@ def abort(group: Any) -> None:
         work = dist.irecv(never, group=group, group_src=(group.rank() + 1) % group.size(), tag=_LAST_TAG)
         assert work is not None
         work.wait(timedelta(milliseconds=1))
-
-
-def gather_in_group(
-    group: dist.ProcessGroup, value: Any, doing: str, look: Callable[[], None] = lambda: None
-) -> list[Any]:
-    """The plain values of all members, in their order, where there is no mesh yet. Collective and blocking.
-
-    Args:
-        group: of gloo.
-        value: of this rank.
-        doing: what this is for, for the message.
-        look: called ten times a second; what it raises ends the waiting.
-
-    Raises:
-        PeerError: a rank sent what this one cannot read.
-        RuntimeError: the collective failed, or took longer than the group waits.
-    """
-
-    def gather(own: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(own) for _ in range(group.size())]
-        patiently(lambda: dist.all_gather(parts, own, group=group), look)
-        return parts
-
-    return [decode(text, rank, doing) for rank, text in enumerate(gather_bytes(encode(value), gather))]
 
 
 def gather_bytes(mine: bytes, gather: Callable[[Tensor], list[Tensor]]) -> list[bytes]:

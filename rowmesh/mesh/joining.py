@@ -16,8 +16,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from rowmesh.errors import PeerError, Terminated
-from rowmesh.mesh.groups import gather_in_group, make_patient
+from rowmesh.mesh.groups import make_patient
 from rowmesh.mesh.patience import LOOK_S, patiently
+from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.plain import decode, encode
 from rowmesh.mesh.processes import state_of
 
@@ -76,7 +77,8 @@ def meet(group: Any, timeout_s: float) -> list[tuple[str, int]]:
             raise PeerError(f"{failed}: {arrivals.missing_text()}")
 
     try:
-        everyone = gather_in_group(group, [host_identity(), os.getpid()], "joining", look)
+        peers = Peers(group, lambda call, _: patiently(call, look))
+        everyone = peers.gather([host_identity(), os.getpid()], "joining")
     except RuntimeError as error:
         if isinstance(error, PeerError):
             raise

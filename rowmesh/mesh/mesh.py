@@ -24,9 +24,11 @@ from rowmesh.mesh.cancellation import Cancellation
 from rowmesh.mesh.claims import Claims
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
-from rowmesh.mesh.joining import CERTAIN_S, join, meet
-from rowmesh.mesh.patience import LOOK_S, Stopwatch, patiently
-from rowmesh.mesh.processes import state_of
+from rowmesh.mesh.joining import join, meet
+from rowmesh.mesh.lookout import Lookout
+from rowmesh.mesh.patience import Stopwatch, patiently
+from rowmesh.mesh.peers import Peers
+from rowmesh.mesh.processes import State, state_of
 from rowmesh.mesh.roll_call import RollCall, forget_store, keep_store
 
 T = TypeVar("T")
@@ -176,24 +178,22 @@ class Mesh:
         """Returns `call()`, which waits for other ranks in code that neither signals nor deaths of ranks interrupt.
 
         Raises:
-            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+            PeerError: a rank died, was stopped for the mesh's timeout, or the call ended in vain; names it.
         """
-        watch, dead_looks = Stopwatch(LOOK_S), 0
-
-        def look() -> None:
-            nonlocal dead_looks
-            watch.read()
-            dead_looks = dead_looks + 1 if (dead := self.dead_ranks()) else 0
-            if dead_looks * LOOK_S >= CERTAIN_S:
-                self.abandon_collective()
-                raise self.died(dead, doing)
-
+        look = Lookout(self, doing)
         try:
-            return patiently(call, look)
+            result = patiently(call, look)
         except PeerError:
             raise
         except RuntimeError as error:
-            raise self.peer_error(doing, error, watch) from error
+            raise self.peer_error(doing, error, look.watch) from error
+        look.close()
+        return result
+
+    @property
+    def peers(self) -> Peers:
+        """The same ranks where they do something together that may take longer than the timeout."""
+        return Peers(self.group, self.patiently)
 
     @property
     def group_timeout(self) -> timedelta:
@@ -301,13 +301,17 @@ class Mesh:
 
     def dead_ranks(self) -> list[int]:
         """Ranks of the whole on this host whose process is gone (ranks on other hosts cannot be seen)."""
+        return self.ranks_seen("gone")
+
+    def ranks_seen(self, state: State) -> list[int]:
+        """Other ranks of the whole on this host whose process is in a state."""
         if self.whole is not None:
-            return self.whole.dead_ranks()
+            return self.whole.ranks_seen(state)
         here = self.hosts[self.rank]
         return [
             rank
             for rank, (host, pid) in enumerate(zip(self.hosts, self.pids, strict=True))
-            if host == here and rank != self.rank and state_of(pid) == "gone"
+            if host == here and rank != self.rank and state_of(pid) == state
         ]
 
     def died(self, dead: Sequence[int], doing: str) -> PeerError:

@@ -41,7 +41,7 @@ class BestModel:
         """Writes the model as it is. Collective: every rank calls it, with nothing under way."""
         try:
             checkpoint.save(
-                self.run.best, self.job.embeddings, state, metadata={"steps": step}, group=self.job.mesh.group
+                self.run.best, self.job.embeddings, state, metadata={"steps": step}, peers=self.job.mesh.peers
             )
         except CheckpointWriteError as error:
             kept = f"that of step {self.kept_step} stays" if self.kept_step else "none is kept"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rowmesh.checkpoint.writer import WRITING
+from rowmesh.checkpoint.write import WRITING
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.raw import RawLoader
 from rowmesh.errors import Preempted, Terminated

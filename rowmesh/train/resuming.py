@@ -15,7 +15,6 @@ from rowmesh.errors import ConfigurationError, RowmeshError, UnreadableError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
-from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import cut_after
 from rowmesh.placement import Plan
 from rowmesh.train.checkpoints import restore_best, series_of
@@ -160,7 +159,7 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
                 verify(series.at(step) / BEST)  # read at the end of training, when it would be too late
         except CheckpointError as error:
             failure, is_refused = str(error), isinstance(error, UnreadableError)
-        everyone = gather_objects(job.mesh, [failure, is_refused], RESUMING)
+        everyone = job.mesh.peers.gather([failure, is_refused], RESUMING)  # to read takes as long as it takes
         failures = list(dict.fromkeys(text for text, _ in everyone if text))
         if any(refused for _, refused in everyone):
             raise UnreadableError(f"{'; '.join(failures)}. No checkpoint was removed: mend that, and start again")

@@ -62,7 +62,7 @@ def save_model(job: Job, claim: Claim, state: dict[str, Any], metadata: dict[str
 def _write(job: Job, place: Callable[[], RunFolder], state: dict[str, Any], metadata: dict[str, Any]) -> RunFolder:
     run = on_rank_0(job.mesh, SAVING, place, RunFolder)
     reach("run.saving", run.model)
-    checkpoint.save(run.model, job.embeddings, state, metadata=metadata, group=job.mesh.group)
+    checkpoint.save(run.model, job.embeddings, state, metadata=metadata, peers=job.mesh.peers)
     return run
 
 

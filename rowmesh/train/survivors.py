@@ -32,8 +32,8 @@ from rowmesh.errors import CheckpointError, PeerError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.faults import reach
 from rowmesh.files.links import link_tree
-from rowmesh.mesh.groups import gather_in_group
 from rowmesh.mesh.patience import patiently
+from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import last_step
 from rowmesh.tables import DenseArena, TableSpec
@@ -152,8 +152,8 @@ class Survivors:
         mesh = self._job.mesh
         self._checkpoints.drop()  # it lacks what the lost rank had to write
         reach("survivors.meet")
-        group = self._meet()
-        everyone = self._gather(group, [*standing, self._problem(standing)])
+        peers = self._meet()
+        everyone = peers.gather([*standing, self._problem(standing)], MEETING)
         for rank, (_, _, _, _, problem) in zip(self._members, everyone, strict=True):
             if problem:
                 return f"rank {rank} {problem}"
@@ -166,9 +166,9 @@ class Survivors:
         if (resolver := self._engine.resolver) is not None:
             resolver.go_back(standing.step + self._opened_before)
         metadata = self._checkpoints.metadata(standing.step)
-        with self._claimed(group, standing.step, whole["progress"]["best_step"] > 0) as place:
+        with self._claimed(peers, standing.step, whole["progress"]["best_step"] > 0) as place:
             rows = cast("RowHolder", _RowsOfGroup(self._job))  # to be written, it needs no more
-            checkpoint.save(place, rows, whole, metadata=metadata, group=group)
+            checkpoint.save(place, rows, whole, metadata=metadata, peers=peers)
         return ""
 
     def _problem(self, standing: Standing) -> str:
@@ -189,28 +189,25 @@ class Survivors:
             return f"does not find the line of step {standing.lines:,} in {self._run.metrics.name}"
         return ""
 
-    def _meet(self) -> dist.ProcessGroup | None:
-        """A process group of this replica group; None of one rank."""
+    def _meet(self) -> Peers:
+        """The ranks of this replica group, by a process group of their own."""
         self._look()
         if len(self._members) == 1:
-            return None
+            return Peers()
         limit = timedelta(seconds=min(_LONGEST_S, self._job.config.checkpoint.grace_s))
         members = list(self._members)
         group = patiently(
             lambda: dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True), self._look
         )
         assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
-        return group
+        return Peers(group, lambda call, _: patiently(call, self._look))
 
     def _look(self) -> None:
         if lost := [rank for rank in self._job.mesh.dead_ranks() if rank in self._members]:
             raise PeerError(f"rank {lost[0]} of them is lost")
 
-    def _gather(self, group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-        return [value] if group is None else gather_in_group(group, value, MEETING, self._look)
-
     @contextmanager
-    def _claimed(self, group: dist.ProcessGroup | None, step: int, has_best: bool) -> Iterator[Path]:
+    def _claimed(self, peers: Peers, step: int, has_best: bool) -> Iterator[Path]:
         """The place of the checkpoint, which one group alone writes: others hold the same rows."""
         series = self._checkpoints.series
         place, claim = series.at(step), series.claim_of(step, self._job.mesh.pids[0] if self._job.mesh.pids else 0)
@@ -222,7 +219,7 @@ class Survivors:
                 problem = "it is there, or another replica group writes it"
             except OSError as error:
                 problem = str(error)
-        if problem := self._gather(group, problem)[0]:
+        if problem := peers.gather(problem, MEETING)[0]:
             raise CheckpointError(problem)
         try:
             yield place

@@ -54,10 +54,10 @@ def parts(arena):
 def save_both_ways(mesh, folder, is_whole, table):
     training = Training(mesh, is_whole=is_whole, table=table)
     training.step(3)  # between two averages
-    checkpoint.save(folder / "sync", training.embeddings, {}, group=mesh.group)
-    group = mesh.with_process_group("checkpoints").group
+    checkpoint.save(folder / "sync", training.embeddings, {}, peers=mesh.peers)
+    peers = mesh.with_process_group("checkpoints").peers
     with slowed("snapshot.copied", shard_rows=16) as gate:
-        save = BackgroundSave(folder / "async", training.embeddings, {}, group=group)
+        save = BackgroundSave(folder / "async", training.embeddings, {}, peers=peers)
         for _ in range(5):
             training.step()
             gate.step()

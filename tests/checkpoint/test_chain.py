@@ -37,25 +37,25 @@ class Chains:
     def __init__(self, mesh, folder, training):
         self._mesh, self._training, self._changes = mesh, training, Changes(training.embeddings)
         self.found, self.expected = Series(folder / "found"), Series(folder / "expected")
-        self._group = mesh.with_process_group("checkpoints").group
+        self._peers = mesh.with_process_group("checkpoints").peers
         self._parent = None
         self.steps = []
 
     def write(self, step, how):
-        embeddings, group = self._training.embeddings, self._mesh.group
-        checkpoint.save(self.expected.at(step), embeddings, {"step": step}, group=group)
+        embeddings, peers = self._training.embeddings, self._mesh.peers
+        checkpoint.save(self.expected.at(step), embeddings, {"step": step}, peers=peers)
         changed, place = self._changes.take(), self.found.at(step)
         base = None if changed is None or self._parent is None or how == "full" else Base(self._parent, changed)
         if how == "background":
             with slowed("snapshot.read") as gate:
-                save = BackgroundSave(place, embeddings, {"step": step}, group=self._group, base=base)
+                save = BackgroundSave(place, embeddings, {"step": step}, peers=self._peers, base=base)
                 self._training.step()
                 gate.open()
                 assert save.wait()
         elif base is None:
-            checkpoint.save(place, embeddings, {"step": step}, group=group)
+            checkpoint.save(place, embeddings, {"step": step}, peers=peers)
         else:
-            save_increment(place, embeddings, {"step": step}, base, group=group)
+            save_increment(place, embeddings, {"step": step}, base, peers=peers)
         embeddings.barrier()
         manifest = read_manifest(place)
         assert (manifest.parent is None) == (base is None)

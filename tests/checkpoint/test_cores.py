@@ -29,7 +29,7 @@ def tensors(collection):
 
 def save_on(mesh, folder):
     collection = trained(mesh)
-    save(folder, collection, {}, group=mesh.group)
+    save(folder, collection, {}, peers=mesh.peers)
     return tensors(collection)
 
 

@@ -112,10 +112,10 @@ def save_both_ways(mesh, folder, stream, point):
     training = Training(mesh, stream)
     for _ in range(4):
         training.step()
-    checkpoint.save(folder / "sync", training.embeddings, {"step": 1}, group=mesh.group)
-    group = mesh.with_process_group("checkpoints").group
+    checkpoint.save(folder / "sync", training.embeddings, {"step": 1}, peers=mesh.peers)
+    peers = mesh.with_process_group("checkpoints").peers
     with slowed(point, shard_rows=2) as gate:
-        save = BackgroundSave(folder / "async", training.embeddings, {"step": 1}, group=group)
+        save = BackgroundSave(folder / "async", training.embeddings, {"step": 1}, peers=peers)
         for _ in range(4):
             training.step()  # which evicts ids, and gives their frames to others
             gate.step()

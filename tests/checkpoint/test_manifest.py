@@ -31,7 +31,7 @@ def test_a_manifest_of_the_future(tmp_path):
 def save_alike(mesh, folder):
     """Two tables of one shape, cyclic over all ranks."""
     tables = [TableSpec(name=name, num_rows=40, dim=4) for name in ("C1", "C3")]
-    save(folder, EmbeddingCollection(tables, mesh=mesh), {}, group=mesh.group)
+    save(folder, EmbeddingCollection(tables, mesh=mesh), {}, peers=mesh.peers)
 
 
 @pytest.fixture

@@ -107,12 +107,12 @@ def save_both_ways(mesh, folder, case):
     """Saves at once and in the background, at the same step; returns how many pre-images there were."""
     training = Training(mesh, case)
     training.step()
-    checkpoint.save(folder / "sync", training.embeddings, {"step": 1}, group=mesh.group)
-    group = mesh.with_process_group("checkpoints").group
+    checkpoint.save(folder / "sync", training.embeddings, {"step": 1}, peers=mesh.peers)
+    peers = mesh.with_process_group("checkpoints").peers
     with slowed(case["point"]) as gate:
         state = {"step": torch.ones(1)}
         room = Room(case["copy_bytes"])
-        save = BackgroundSave(folder / "async", training.embeddings, state, group=group, room=room)
+        save = BackgroundSave(folder / "async", training.embeddings, state, peers=peers, room=room)
         state["step"] += 1
         for _ in range(case["steps"]):
             training.step()
@@ -156,13 +156,13 @@ PLAIN = {
 def save_amid_a_migration(mesh, folder):
     """The plan changes while a checkpoint is written, and steps go on under the new one."""
     training = Training(mesh, {**PLAIN, "tables": PLAIN["tables"][:1]})
-    embeddings, group = training.embeddings, mesh.with_process_group("checkpoints").group
+    embeddings, peers = training.embeddings, mesh.with_process_group("checkpoints").peers
     training.step()
-    checkpoint.save(folder / "sync", embeddings, {}, group=mesh.group)
+    checkpoint.save(folder / "sync", embeddings, {}, peers=mesh.peers)
     (table,) = embeddings.plan.tables
     ranges = (RowRange(0, 5, "replicated"), RowRange(5, table.shape.num_rows, shift=1))
     with slowed("snapshot.read") as gate:
-        save = BackgroundSave(folder / "async", embeddings, {}, group=group)
+        save = BackgroundSave(folder / "async", embeddings, {}, peers=peers)
         gate.step()
         embeddings.migrate(replace(embeddings.plan, tables=(replace(table, ranges=ranges),)))
         training.step()
@@ -177,10 +177,10 @@ def save_under_copies(mesh, folder):
     (table,) = training.embeddings.plan.tables
     ranges = (RowRange(0, 25, "replicated"), RowRange(25, table.shape.num_rows, shift=1))
     training.embeddings.migrate(replace(training.embeddings.plan, tables=(replace(table, ranges=ranges),)))
-    checkpoint.save(folder / "sync", training.embeddings, {}, group=mesh.group)
+    checkpoint.save(folder / "sync", training.embeddings, {}, peers=mesh.peers)
     with slowed("snapshot.copied") as gate:
         save = BackgroundSave(
-            folder / "async", training.embeddings, {}, group=mesh.with_process_group("checkpoints").group
+            folder / "async", training.embeddings, {}, peers=mesh.with_process_group("checkpoints").peers
         )
         training.step()
         gate.step()
@@ -232,9 +232,9 @@ def test_a_failed_one_leaves_nothing_and_training_goes_on(tmp_path, fault):
 def cancel(mesh, folder):
     """Ends one that is held at its first shard, on all ranks."""
     training = Training(mesh, PLAIN)
-    group = mesh.with_process_group("cancelled checkpoints").group  # of no use after it
+    peers = mesh.with_process_group("cancelled checkpoints").peers  # of no use after it
     with slowed("snapshot.read"):
-        save = BackgroundSave(folder, training.embeddings, {}, group=group)
+        save = BackgroundSave(folder, training.embeddings, {}, peers=peers)
         training.step()
         assert not save.is_done
         save.cancel()
@@ -329,15 +329,15 @@ def test_one_that_is_cancelled_leaves_nothing(ranks, tmp_path, world_size):
 def fail_on_one_rank(mesh, folder, what, error, reason, kind):
     """One rank cannot make a snapshot, or begin a thread; all learn it, and the next is written."""
     training = Training(mesh, PLAIN)
-    group, embeddings = mesh.with_process_group("checkpoints").group, training.embeddings
+    peers, embeddings = mesh.with_process_group("checkpoints").peers, training.embeddings
     fault = mock.patch(f"rowmesh.checkpoint.{what}", side_effect=error) if mesh.rank == 1 else contextlib.nullcontext()
     with fault:
-        save = BackgroundSave(folder, embeddings, {}, group=group)
+        save = BackgroundSave(folder, embeddings, {}, peers=peers)
     training.step()
     with pytest.raises(CheckpointError, match=rf"rank 1 cannot write the checkpoint in .*: {reason}") as failure:
         save.wait()
     assert failure.type is kind
-    assert BackgroundSave(folder, embeddings, {}, group=group).wait()
+    assert BackgroundSave(folder, embeddings, {}, peers=peers).wait()
     embeddings.close()
 
 

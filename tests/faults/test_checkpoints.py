@@ -95,7 +95,7 @@ def save_with_faults(mesh, folder, faults):
     """Ranks meet faults of their own; returns what each said."""
     with arm(faults.get(mesh.rank, "")):
         try:
-            save(folder, collection(2, mesh), {"seed": 2}, group=mesh.group)
+            save(folder, collection(2, mesh), {"seed": 2}, peers=mesh.peers)
         except CheckpointWriteError as error:
             return str(error)
         return None
@@ -106,7 +106,7 @@ def load_on(mesh, folder):
 
 
 def save_on(mesh, folder, seed):
-    save(folder, collection(seed, mesh), {"seed": seed}, group=mesh.group)
+    save(folder, collection(seed, mesh), {"seed": seed}, peers=mesh.peers)
 
 
 @pytest.mark.parametrize(

@@ -213,13 +213,19 @@ def test_an_export_or_evaluation_that_is_killed_is_done_by_the_next(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mode, where", [("plain", "while exchanging counts"), ("pipelined, depth 2", r"in stage '\w+' of batch \d+")]
+    "mode, point, where",
+    [
+        ("plain", "loop.step@8", "while exchanging counts"),
+        ("pipelined, depth 2", "loop.step@8", r"in stage '\w+' of batch \d+"),
+        ("plain", "checkpoint.sync@2", "while writing a checkpoint"),
+        ("asynchronous", "checkpoint.sync@10", "while writing a checkpoint"),
+    ],
 )
-def test_a_rank_that_is_stopped_for_ever_is_named(tmp_path, mode, where):
+def test_a_rank_that_is_stopped_for_ever_is_named(tmp_path, mode, point, where):
     config, run = prepare_job(tmp_path), tmp_path / "run"
     options = [*options_of(mode, 2, run, "collective"), "checkpoint.every_steps=3", "parallel.timeout_s=2"]
     lives = Lives(config)
-    life = lives.run(["train", str(config), *options], "loop.step@8,rank1=stop", ranks=2, grace_s=1.0)
+    life = lives.run(["train", str(config), *options], f"{point},rank1=stop", ranks=2, grace_s=1.0)
     assert life.statuses == [2, -9]
     said = " ".join(life.said.split())
     assert "waited in vain for rank 1 (process" in said

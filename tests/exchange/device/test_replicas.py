@@ -188,7 +188,7 @@ def resume(mesh, folder):
     straight, optimizer = collected(mesh, every=2)
     for number in range(3):
         step(straight, optimizer, number, 2 * mesh.rank)
-    save(folder, straight, {}, group=mesh.group)
+    save(folder, straight, {}, peers=mesh.peers)
     saved = rows_of(straight)
     resumed, other = collected(mesh, every=2)
     step(resumed, other, 5 + mesh.rank)

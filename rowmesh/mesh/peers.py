@@ -1,0 +1,69 @@
+"""Peers: ranks that do something together that takes as long as it takes, such as writing a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rowmesh.errors import PeerError
+from rowmesh.mesh.groups import abort, gather_bytes
+from rowmesh.mesh.patience import patiently
+from rowmesh.mesh.plain import decode, encode
+
+Wait = Callable[[Callable[[], Any], str], Any]
+
+
+class Peers:
+    """The ranks of a process group, which wait for each other without a timeout of their own.
+
+    A mesh's are `Mesh.peers`, of which none is waited for that is lost.
+
+    Args:
+        group: of gloo; None: this process alone.
+        wait: returns what a call gives that waits for the others, or raises where that is in vain; it is told what
+            the ranks are doing, for the message.
+
+    Attributes:
+        rank: of this process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, wait: Wait = lambda call, _: patiently(call)) -> None:
+        self._group, self._wait, self._is_ended = group, wait, False
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def gather(self, value: Any, doing: str) -> list[Any]:
+        """The values of all ranks, in their order. Collective and blocking; for a few kilobytes, seldom.
+
+        Args:
+            value: of this rank; plain, as in `rowmesh.mesh.plain`. Of several ranks tuples arrive as lists.
+            doing: what this is for, for the message.
+
+        Raises:
+            PeerError: a rank sent what this one cannot read, or `end` was called.
+            RuntimeError: the collective failed, or took longer than the group waits; or what `wait` raises.
+        """
+        if self._group is None:
+            return [value]
+        texts = gather_bytes(encode(value), lambda own: self._wait(lambda: self._gather(own, doing), doing))
+        return [decode(text, rank, doing) for rank, text in enumerate(texts)]
+
+    def end(self) -> None:
+        """Ends the waiting of all ranks, whatever they wait for: another thread's too."""
+        self._is_ended = True
+        if self._group is not None:
+            abort(self._group)
+
+    def _gather(self, own: Tensor, doing: str) -> list[Tensor]:
+        assert self._group is not None
+        parts = [torch.empty_like(own) for _ in range(self._group.size())]
+        try:
+            dist.all_gather(parts, own, group=self._group)
+        except RuntimeError as error:
+            if self._is_ended:
+                raise PeerError(f"stopped {doing}: something else failed") from error
+            raise
+        return parts
