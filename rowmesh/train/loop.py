@@ -152,9 +152,9 @@ class Trainer:
                 interval.loss += self._losses.rest()
                 self._log(log, interval, steps.record())
                 interval = Interval(waited_s=-self._loader.waited_s)
+            checkpoints.wait()  # a signal that comes meanwhile is heeded
             if self._requests.agree():
                 self._checkpoint(checkpoints, log, interval, best, drift)
-            checkpoints.wait()
             steps.finish(run.trace)
         self.trained_steps = self.step
         if best.kept_step and best.kept_step != self.step and self.stopping.best_step != self.step:

@@ -1,6 +1,7 @@
 """Checkpoints that are written while a run trains are those that it would have stopped for."""
 
 import re
+import signal
 import threading
 
 import pytest
@@ -116,4 +117,24 @@ def test_a_signal_waits_for_its_checkpoint(config_file, tmp_path):
     with slowed("snapshot.read"), arm("loop.step@4=SIGUSR1"), pytest.raises(Preempted):
         train(config_file)
     assert series(tmp_path / "run").steps() == [3, 5]
+    assert train(config_file, resume="latest")
+
+
+def test_a_signal_is_heeded_while_the_last_one_is_waited_for(config_file, tmp_path, capsys):
+    """No step follows with which ranks could agree on it."""
+    steps = []
+
+    def signal_after_the_last_step():
+        if len(steps) == 10:
+            signal.raise_signal(signal.SIGTERM)
+
+    with (
+        slowed("snapshot.read"),
+        arm(point="loop.step", action=lambda: steps.append(0)),
+        arm(point="checkpoint.wait", action=signal_after_the_last_step),
+        pytest.raises(Preempted),
+    ):
+        train(config_file)
+    assert "stopped   by SIGTERM after step 10; the same command with --resume goes on" in capsys.readouterr().out
+    assert series(tmp_path / "run").steps() == [3, 6, 9, 10]
     assert train(config_file, resume="latest")
