@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -126,10 +126,10 @@ class SavedTable:
         """
         found, copies = 0, list[Callable[[], None]]()
         for part, mapped in zip(self._full.parts, self._mapped, strict=True):
-            _map(self._name, self._files, part, mapped, targets)
-            num, of_part = _fill_piece(numbers, targets, part, mapped)
-            found += num
-            copies += of_part
+            if common := _common(part, numbers):
+                _map(self._name, self._files, part, mapped, targets)
+                copies += _copies(common, targets, mapped)
+                found += sum(len(wanted) for _, _, wanted in common)
         _do_all(copies)
         if found != len(numbers):
             raise CheckpointError(
@@ -208,25 +208,31 @@ def _map(
             mapped[kind] = files.array(name, kind, part.files, target, (part.count, *target.shape[1:]))
 
 
-def _fill_piece(
-    numbers: range, targets: Mapping[str, Tensor], part: Part, sources: Mapping[str, SavedArray]
-) -> tuple[int, list[Callable[[], None]]]:
-    """What copies what a part of the checkpoint has of a piece, in any order; and how many rows that is."""
-    found, before, copies = 0, 0, list[Callable[[], None]]()
+def _common(part: Part, numbers: range) -> list[tuple[int, range, range]]:
+    """Of each range of a part that has some of the rows: its first place in the files, which of its rows, and where in
+    `numbers` they are.
+    """
+    found, before = list[tuple[int, range, range]](), 0
     for bounds in part.ranges:
-        common = intersect(range(bounds.start, bounds.start + bounds.count * bounds.stride, bounds.stride), numbers)
-        if common is not None:
-            saved, wanted = common
-            for kind, target in targets.items():
-                rows = _rows_of(target)
-                for begin in range(0, len(saved), rows):
-                    to, at = wanted[begin : begin + rows], saved[begin : begin + rows]
-                    from_rows = slice(before + at.start, before + at.stop, at.step)
-                    to_rows = slice(to.start, to.stop, to.step)
-                    copies.append(partial(_copy_rows, sources[kind], from_rows, as_numpy(target), to_rows))
-            found += len(saved)
+        rows = range(bounds.start, bounds.start + bounds.count * bounds.stride, bounds.stride)
+        if (common := intersect(rows, numbers)) is not None:
+            found.append((before, *common))
         before += bounds.count
-    return found, copies
+    return found
+
+
+def _copies(
+    common: Sequence[tuple[int, range, range]], targets: Mapping[str, Tensor], sources: Mapping[str, SavedArray]
+) -> Iterator[Callable[[], None]]:
+    """What copies them, in any order."""
+    for before, saved, wanted in common:
+        for kind, target in targets.items():
+            rows = _rows_of(target)
+            for begin in range(0, len(saved), rows):
+                to, at = wanted[begin : begin + rows], saved[begin : begin + rows]
+                from_rows = slice(before + at.start, before + at.stop, at.step)
+                to_rows = slice(to.start, to.stop, to.step)
+                yield partial(_copy_rows, sources[kind], from_rows, as_numpy(target), to_rows)
 
 
 def _rows_of(target: Tensor) -> int:

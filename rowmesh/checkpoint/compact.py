@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.checkpoint.chain import SavedTable, read_chain
+from rowmesh.checkpoint.chain import Link, SavedTable, read_chain
 from rowmesh.checkpoint.files import SavedFiles
-from rowmesh.checkpoint.known import NUMBERS, SavedShards, saved_shards
+from rowmesh.checkpoint.known import NUMBERS, saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, TableEntry
 from rowmesh.checkpoint.write import RowHolder, save
 from rowmesh.dynamic import demoted_records as demoted
@@ -43,194 +41,127 @@ def compact(folder: Path) -> bool:
     manifest = chain[0].manifest
     if manifest.parent is None:
         return False
-    files = [SavedFiles(*link) for link in chain]
-    rows = _Rows([_Table(name, [link.manifest.tables[name] for link in chain], files) for name in manifest.tables])
+    saved = _Saved(chain)
     dense = io.BytesIO()
-    torch.save(files[0].dense(), dense)
-    holder = cast("RowHolder", rows)  # to be written, it needs no more
+    torch.save(saved.files[0].dense(), dense)
+    holder = cast("RowHolder", saved)  # to be written, it needs no more
     save(folder, holder, dense.getbuffer(), metadata=manifest.metadata, replaces=manifest.identity, beside_steps=True)
     return True
 
 
-class _Rule(NamedTuple):
-    name: str
+class _Saved:
+    """The tables of a chain, as `save` wants those of a collection."""
 
-
-class _Table:
-    """A table as it was saved, in place of a `TableSpec`."""
-
-    def __init__(self, name: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> None:
-        entry = entries[0]
-        self.name, self.num_rows, self.dim = name, entry.num_rows, entry.dim
-        self.dtype: torch.dtype = getattr(torch, entry.dtype)
-        self.optimizer = _Rule(entry.optimizer)
-        self.storage = "dense" if entry.cores is None else "tensor_train"
-        self.tensor_train_shape, self.dynamic = entry.cores, None
-        if entry.known is not None:
-            self.storage = "dynamic"
-            rules = {"ttl_seconds": 0, "mode": "drop", **entry.known.rules}  # which some checkpoints do not have
-            self.dynamic = SimpleNamespace(**rules, num_shards=rules["shards"])
-        self._entries, self._files = entries, files
-
-    def shards(self) -> list[_Shard]:
-        """Its rows."""
-        saved = SavedTable(self.name, self._entries, self._files)
-        # As they are in the files: of bfloat16 the bits.
-        rooms = {kind: self._files[-1].like(file) for kind, file in self._entries[-1].parts[0].files.items()}
-        row_bytes = max(math.prod(room.shape[1:]) * room.itemsize for room in rooms.values())
-        size = max(1, SHARD_BYTES // row_bytes)
-        cuts = [range(first, min(first + size, self.num_rows)) for first in range(0, self.num_rows, size)]
-        return [_Shard(cut, rooms, saved) for cut in cuts]
-
-    def cores(self) -> _Cores:
-        """Its cores and their states."""
-        entry, found = self._entries[0].cores, {}
-        assert isinstance(entry, CoresEntry)
-        for kind, file in entry.files.items():
-            like = self._files[0].like(file)
-            found[kind] = torch.from_numpy(
-                np.array(self._files[0].array(self.name, kind, entry.files, like, tuple(like.shape))[:])
-            )
-        return _Cores(found)
-
-    def records(self) -> _Records:
-        """What it knows."""
-        known, (saved,) = self._entries[0].known, saved_shards(self.name, self._entries, self._files)
-        assert known is not None
-        kinds = [kind for kind in known.parts[0].files if kind not in (REMOVED, demoted.REMOVED)]
-        row_bytes = max(saved.read(kind, slice(0)).itemsize for kind in kinds) * self.dim
-        return _Records(saved, max(part.step for part in known.parts), kinds, max(1, SHARD_BYTES // row_bytes))
-
-
-class _Records:
-    """What a dynamic table knows: `Records` that are only written."""
-
-    is_first = True
-
-    def __init__(self, saved: SavedShards, step: int, kinds: Sequence[str], size: int) -> None:
-        self.shards, self.step, self._saved, self._kinds, self._size = saved.shards, step, saved, kinds, size
-
-    @property
-    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """All but rows and their states."""
-        for kind in self._kinds:
-            if kind in NUMBERS and kind != demoted.FACTS:  # which are written with the rows
-                yield kind, self._saved.read(kind, slice(None)).numpy()
-
-    @property
-    def rows(self) -> list[_KnownRows]:
-        """Rows and states in the order of the ids."""
-        kinds = [kind for kind in self._kinds if kind not in NUMBERS and not kind.startswith(demoted.PREFIX)]
-        return self._cut(self._saved.num_ids, kinds, "")
-
-    @property
-    def demoted_rows(self) -> list[_KnownRows]:
-        """The same of demoted ids, with their facts; none where ids are not demoted."""
-        if demoted.IDS not in self._kinds:
-            return []
-        kinds = [kind for kind in self._kinds if kind.startswith(demoted.PREFIX)]
-        kinds = [kind.removeprefix(demoted.PREFIX) for kind in kinds if kind == demoted.FACTS or kind not in NUMBERS]
-        return self._cut(self._saved.num_demoted, kinds, demoted.PREFIX)
-
-    def _cut(self, num_ids: int, kinds: Sequence[str], prefix: str) -> list[_KnownRows]:
-        cuts = range(0, max(num_ids, 1), self._size)
-        return [_KnownRows(self._saved, slice(first, first + self._size), kinds, prefix) for first in cuts]
-
-
-class _KnownRows:
-    """Some rows of a dynamic table, read when they are asked for."""
-
-    def __init__(self, saved: SavedShards, which: slice, kinds: Sequence[str], prefix: str) -> None:
-        self._saved, self._which, self._prefix = saved, which, prefix
-        self.kinds = [kind for kind in kinds if kind != "values"]
-        self.rows = saved.read(f"{prefix}ids", which).numpy()
-
-    @property
-    def values(self) -> Tensor:
-        """`[n, D]`."""
-        return self.read("values")
-
-    @property
-    def state(self) -> _State:
-        """By name, each read when it is asked for."""
-        return _State(self)
-
-    def read(self, kind: str) -> Tensor:
-        """The values, or a state."""
-        return self._saved.read(self._prefix + kind, self._which)
-
-    def forget(self) -> None:
-        """No-op: nothing is kept."""
-
-
-@dataclass(frozen=True)
-class _Cores:
-    tensors: dict[str, Tensor]
-
-
-class _Shard:
-    """Some rows, read when they are asked for; `LocalRows` that are only read."""
-
-    def __init__(self, rows: range, rooms: dict[str, Tensor], saved: SavedTable) -> None:
-        self.rows, self._rooms, self._saved = rows, rooms, saved
-
-    @property
-    def values(self) -> Tensor:
-        """`[n, D]`."""
-        return self.read("values")
-
-    @property
-    def state(self) -> _State:
-        """By name, each read when it is asked for."""
-        return _State(self)
-
-    def forget(self) -> None:
-        """No-op: nothing is kept."""
-
-    @property
-    def kinds(self) -> list[str]:
-        """The names of states."""
-        return [kind for kind in self._rooms if kind != "values"]
-
-    def read(self, kind: str) -> Tensor:
-        """The values, or a state."""
-        room = self._rooms[kind]
-        target = room.new_empty(len(self.rows), *room.shape[1:])
-        self._saved.fill(self.rows, {kind: target})
-        return target
-
-
-class _State(Mapping[str, Tensor]):
-    def __init__(self, shard: _Shard | _KnownRows) -> None:
-        self._shard = shard
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._shard.read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shard.kinds)
-
-    def __len__(self) -> int:
-        return len(self._shard.kinds)
-
-
-class _Rows:
-    """What is saved."""
-
-    def __init__(self, tables: Sequence[_Table]) -> None:
-        self.tables, self._by_name = tables, {table.name: table for table in tables}
+    def __init__(self, chain: Sequence[Link]) -> None:
+        self.files = [SavedFiles(*link) for link in chain]
+        self._entries = {name: [link.manifest.tables[name] for link in chain] for name in chain[0].manifest.tables}
+        self.tables = [_spec(name, entries[0]) for name, entries in self._entries.items()]
 
     def synchronize(self) -> None:
         """No-op: nothing changes."""
 
-    def local_rows(self, table: str) -> list[_Shard]:
+    def local_rows(self, table: str) -> list[_Piece]:
         """All rows of a table."""
-        return self._by_name[table].shards()
+        entries = self._entries[table]
+        saved, num_rows = SavedTable(table, entries, self.files), entries[0].num_rows
+        # As they are in the files: of bfloat16 the bits.
+        forms = {kind: self.files[-1].like(file) for kind, file in entries[-1].parts[0].files.items()}
 
-    def records(self, table: str) -> _Records:
-        """What a dynamic table knows."""
-        return self._by_name[table].records()
+        def piece(rows: range) -> _Piece:
+            def read(kind: str) -> Tensor:
+                target = forms[kind].new_empty(len(rows), *forms[kind].shape[1:])
+                saved.fill(rows, {kind: target})
+                return target
 
-    def cores(self, table: str) -> _Cores:
-        """The cores of a table."""
-        return self._by_name[table].cores()
+            return _Piece(rows, forms, read)
+
+        size = _rows_at_once(math.prod(form.shape[1:]) * form.itemsize for form in forms.values())
+        return [piece(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
+
+    def cores(self, table: str) -> SimpleNamespace:
+        """The cores of a table and their states."""
+        entry, found = self._entries[table][0].cores, {}
+        assert isinstance(entry, CoresEntry)
+        for kind, file in entry.files.items():
+            like = self.files[0].like(file)
+            array = self.files[0].array(table, kind, entry.files, like, tuple(like.shape))
+            found[kind] = torch.from_numpy(np.array(array[:]))
+        return SimpleNamespace(tensors=found)
+
+    def records(self, table: str) -> SimpleNamespace:
+        """What a dynamic table knows; demoted ids have their facts beside the states."""
+        entries = self._entries[table]
+        known, (saved,) = entries[0].known, saved_shards(table, entries, self.files)
+        assert known is not None
+        kinds = [kind for kind in known.parts[0].files if kind not in (REMOVED, demoted.REMOVED)]
+        numbers = [kind for kind in kinds if kind in NUMBERS and kind != demoted.FACTS]
+        of_rows = [kind for kind in kinds if kind not in numbers]
+        of_demoted = [kind.removeprefix(demoted.PREFIX) for kind in of_rows if kind.startswith(demoted.PREFIX)]
+        of_ids = [kind for kind in of_rows if not kind.startswith(demoted.PREFIX)]
+        size = _rows_at_once(saved.read(kind, slice(0)).itemsize * entries[0].dim for kind in kinds)
+
+        def pieces(num_ids: int, kinds: Sequence[str], prefix: str) -> list[_Piece]:
+            cuts = [slice(first, first + size) for first in range(0, max(num_ids, 1), size)]
+            reads = [lambda kind, cut=cut: saved.read(f"{prefix}{kind}", cut) for cut in cuts]
+            return [_Piece(read("ids").numpy(), kinds, read) for read in reads]
+
+        return SimpleNamespace(
+            is_first=True,
+            shards=saved.shards,
+            step=max(part.step for part in known.parts),
+            arrays=((kind, saved.read(kind, slice(None)).numpy()) for kind in numbers),
+            rows=pieces(saved.num_ids, of_ids, ""),
+            demoted_rows=pieces(saved.num_demoted, of_demoted, demoted.PREFIX) if demoted.IDS in kinds else [],
+        )
+
+
+def _spec(name: str, entry: TableEntry) -> SimpleNamespace:
+    """A table as it was saved, in place of a `TableSpec`."""
+    storage, dynamic = "dense" if entry.cores is None else "tensor_train", None
+    if entry.known is not None:
+        rules = {"ttl_seconds": 0, "mode": "drop", **entry.known.rules}  # which some checkpoints do not have
+        storage, dynamic = "dynamic", SimpleNamespace(**rules, num_shards=rules["shards"])
+    return SimpleNamespace(
+        name=name,
+        num_rows=entry.num_rows,
+        dim=entry.dim,
+        dtype=getattr(torch, entry.dtype),
+        optimizer=SimpleNamespace(name=entry.optimizer),
+        storage=storage,
+        tensor_train_shape=entry.cores,
+        dynamic=dynamic,
+    )
+
+
+def _rows_at_once(row_bytes: Iterable[int]) -> int:
+    return max(1, SHARD_BYTES // max(row_bytes))
+
+
+class _Piece:
+    """Some rows, of which values and states are read when they are asked for."""
+
+    def __init__(self, rows: Sized, kinds: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self.rows, self._read = rows, read
+        self.state = _State([kind for kind in kinds if kind != "values"], read)
+
+    @property
+    def values(self) -> Tensor:
+        """`[n, D]`."""
+        return self._read("values")
+
+    def forget(self) -> None:
+        """No-op: nothing is kept."""
+
+
+class _State(Mapping[str, Tensor]):
+    def __init__(self, kinds: Sequence[str], read: Callable[[str], Tensor]) -> None:
+        self._kinds, self._read = kinds, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
