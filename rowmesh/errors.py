@@ -30,7 +30,7 @@ class PeerError(RowmeshError, RuntimeError):
 
 
 class StoreError(RowmeshError, RuntimeError):
-    """A store outside this process (RocksDB, Redis, a folder) does not answer, or has lost records: names it."""
+    """A store outside this process (RocksDB, Redis, a folder) is away, has lost records, or was closed: names it."""
 
 
 class Terminated(SystemExit):

@@ -2,7 +2,8 @@
 
 from rowmesh.publish.generation import PublishedTable
 from rowmesh.publish.opening import open_target
+from rowmesh.publish.pinned import PinnedGeneration
 from rowmesh.publish.publisher import Changes, Publisher
 from rowmesh.publish.reader import PublishedReader
 
-__all__ = ["Changes", "PublishedReader", "PublishedTable", "Publisher", "open_target"]
+__all__ = ["Changes", "PinnedGeneration", "PublishedReader", "PublishedTable", "Publisher", "open_target"]

@@ -57,7 +57,7 @@ class TableRows(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what this holds."""
+        """See `Rows.close`."""
         ...
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rowmesh.errors import DataError, StoreError
+from rowmesh.publish.target import closed
 
 
 class ParquetTables:
@@ -53,21 +54,27 @@ class ParquetRows:
     def __init__(self, paths: Sequence[Path], dim: int) -> None:
         parts = [_load(path, dim) for path in paths]
         ids = np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)])
-        self._ids, first = np.unique(ids, return_index=True)
-        self._is_there = np.concatenate([np.empty(0, bool), *(part[1] for part in parts)])[first]
-        self._vectors = np.concatenate([np.empty((0, dim), np.float32), *(part[2] for part in parts)])[first]
+        known, first = np.unique(ids, return_index=True)
+        is_there = np.concatenate([np.empty(0, bool), *(part[1] for part in parts)])[first]
+        vectors = np.concatenate([np.empty((0, dim), np.float32), *(part[2] for part in parts)])[first]
+        self._name = str(paths[0]) if paths else "a table without Parquet files"
+        self._rows: tuple[np.ndarray, np.ndarray, np.ndarray] | None = known, is_there, vectors
 
     def look_up(self, ids: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         """See `Rows.look_up`."""
-        places = np.searchsorted(self._ids, ids)
-        found = places < len(self._ids)
-        found[found] = self._ids[places[found]] == ids[found]
-        found[found] = self._is_there[places[found]]
-        vectors[found] = self._vectors[places[found]]
+        if self._rows is None:
+            raise closed(self._name)
+        known, is_there, kept = self._rows
+        places = np.searchsorted(known, ids)
+        found = places < len(known)
+        found[found] = known[places[found]] == ids[found]
+        found[found] = is_there[places[found]]
+        vectors[found] = kept[places[found]]
         return found
 
     def close(self) -> None:
-        """Frees the memory when this goes."""
+        """Frees the memory."""
+        self._rows = None
 
 
 def _load(path: Path, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

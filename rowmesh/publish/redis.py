@@ -11,7 +11,7 @@ from rowmesh.dynamic.stores.redis import RedisConnection
 from rowmesh.errors import StoreError
 from rowmesh.publish.generation import Generation
 from rowmesh.publish.rocksdb import keys_of, take, values_of
-from rowmesh.publish.target import PartWriter, Rows
+from rowmesh.publish.target import PartWriter, Rows, closed
 
 _CHUNK = 4096  # rows a command
 
@@ -134,8 +134,11 @@ class _Rows:
 
     def __init__(self, target: RedisTarget, connection: RedisConnection, generation: Generation) -> None:
         self._target, self._connection, self._generation = target, connection, generation
+        self._is_closed = False
 
     def look_up(self, table: str, ids: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+        if self._is_closed:
+            raise closed(f"generation {self._generation.number} of {self._target.name}")
         found, keys = np.zeros(len(ids), bool), keys_of(ids)
         for first in range(0, len(ids), _CHUNK):
             end = first + _CHUNK
@@ -165,3 +168,4 @@ class _Rows:
 
     def close(self) -> None:
         """The connection is the target's."""
+        self._is_closed = True

@@ -12,6 +12,7 @@ import numpy as np
 from rowmesh.dynamic.stores.protocol import rows_of
 from rowmesh.dynamic.stores.rocksdb import options_of, rocksdict
 from rowmesh.errors import StoreError
+from rowmesh.publish.target import closed
 
 
 class RocksTables:
@@ -83,32 +84,37 @@ class RocksRows:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         rocks = rocksdict()
-        self._databases: list[Any] = []
+        self._name = f"RocksDB {paths[0]}" if paths else "a table without databases of RocksDB"
+        self._databases: list[tuple[Path, Any]] = []
+        self._is_closed = False
         for path in paths:
             options = options_of(rocks)
             options.create_if_missing(False)
             try:
-                self._databases.append(rocks.Rdict(str(path), options, access_type=rocks.AccessType.read_only()))
+                database = rocks.Rdict(str(path), options, access_type=rocks.AccessType.read_only())
             except Exception as error:  # the package raises this base alone
                 self.close()
                 raise StoreError(f"RocksDB {path} cannot be opened: {error}; was it removed?") from error
+            self._databases.append((path, database))
 
     def look_up(self, ids: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         """See `Rows.look_up`."""
+        if self._is_closed:
+            raise closed(self._name)
         found, places, keys = np.zeros(len(ids), bool), np.arange(len(ids)), keys_of(ids)
-        for database in self._databases:
+        for path, database in self._databases:
             if not len(places):
                 break
             try:
                 values = database.get([keys[place] for place in places.tolist()])
             except Exception as error:  # the package raises this base alone
-                raise StoreError(f"RocksDB {database.path()} cannot be read: {error}") from error
+                raise StoreError(f"RocksDB {path} cannot be read: {error}") from error
             places = take(values, places, vectors, found)
         return found
 
     def close(self) -> None:
         """Closes the databases."""
-        for database in self._databases:
+        self._is_closed = True
+        for _, database in self._databases:  # they stay in the list: a look-up that is late fails
             with suppress(Exception):
                 database.close()
-        self._databases = []

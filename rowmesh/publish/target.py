@@ -6,7 +6,16 @@ from typing import Protocol
 
 import numpy as np
 
+from rowmesh.errors import StoreError
 from rowmesh.publish.generation import Generation
+
+
+def closed(name: str) -> StoreError:
+    """What a look-up in rows that were closed raises: not found would read as unknown."""
+    return StoreError(
+        f"{name} was closed; look up before its reader is closed, and a pinned generation within its "
+        "`with reader.pin()`"
+    )
 
 
 class PartWriter(Protocol):
@@ -40,12 +49,12 @@ class Rows(Protocol):
             bool `[N]`, whether each was found.
 
         Raises:
-            StoreError: the generation was removed meanwhile.
+            StoreError: the generation was removed meanwhile, or these rows were closed.
         """
         ...
 
     def close(self) -> None:
-        """Frees what this holds."""
+        """Frees what this holds, when no thread looks up; may be called again."""
         ...
 
 
