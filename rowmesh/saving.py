@@ -15,7 +15,8 @@ from rowmesh import checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.room import Room
-from rowmesh.errors import CheckpointError, UnreadableError
+from rowmesh.checkpoint.together import on_every_rank
+from rowmesh.errors import CheckpointError
 from rowmesh.mesh import Mesh
 from rowmesh.parts import Parts, check_plain
 
@@ -61,6 +62,7 @@ def save(
         7
     """
     folder, parts = Path(folder), Parts(state)
+    wait_for_those_before(parts.tables.collections)  # perhaps to the same folder
     dense = _state_for(folder, parts, overwrite=overwrite)
     checkpoint.save(folder, parts.tables, dense, metadata=metadata, peers=parts.tables.mesh.peers)
 
@@ -188,7 +190,7 @@ def prepared(mesh: Mesh, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         for name, value in dense.items():
             check_plain(value, f"{name!r}")
 
-    _together(mesh, prepare, "saving a model")
+    on_every_rank(mesh.peers, prepare, "saving a model")
     return dense
 
 
@@ -215,6 +217,7 @@ def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -
     """
     folder, parts = Path(folder), Parts(state)
     tables, saved = parts.tables, {}
+    wait_for_those_before(tables.collections)  # whose rows are those of their moment
     tables.barrier()  # no rank looks rows up any more
 
     def read() -> None:
@@ -223,20 +226,6 @@ def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -
             raise CheckpointError(f"the model in {folder} has no {lacking}; it has the tables and {sorted(saved)}")
         parts.load(saved, "elsewhere")
 
-    _together(tables.mesh, read, "loading a model")
+    on_every_rank(tables.mesh.peers, read, "loading a model")
     tables.barrier()
     return {name: value for name, value in saved.items() if name not in parts.stateful}
-
-
-def _together(mesh: Mesh, action: Callable[[], None], doing: str) -> None:
-    """Acts on every rank; CheckpointError on all of them where one failed."""
-    failure, is_refused = "", False
-    try:
-        action()
-    except CheckpointError as error:
-        failure, is_refused = str(error), isinstance(error, UnreadableError)
-        if mesh.group is None:
-            raise
-    everyone = mesh.peers.gather([failure, is_refused], doing)  # to read or copy may take longer than the timeout
-    if failures := list(dict.fromkeys(text for text, _ in everyone if text)):
-        raise (UnreadableError if any(refused for _, refused in everyone) else CheckpointError)("; ".join(failures))

@@ -121,7 +121,7 @@ class BackgroundSave:
         """Waits until the checkpoint is on disk, or cannot be written; returns whether that is so by now.
 
         Raises:
-            CheckpointWriteError, CheckpointError: as `checkpoint.save`.
+            CheckpointWriteError, CheckpointError, PeerError: as `checkpoint.save`.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -136,7 +136,7 @@ class BackgroundSave:
         if self._snapshot is not None:
             self._snapshot.close()
         if not self.is_done:
-            self._peers.end()
+            self._peers.abort()
         if self._thread is not None:
             self._thread.join()
 

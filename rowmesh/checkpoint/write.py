@@ -159,7 +159,7 @@ def save(
     Raises:
         CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
         CheckpointError: on every rank, where a rank failed otherwise.
-        PeerError: another rank is lost.
+        PeerError: another rank is gone, or stopped, or took longer than the process group waits; names it.
     """
     embeddings.synchronize()
     peers = peers or Peers()
@@ -346,7 +346,7 @@ def _together(action: Callable[[], T], folder: Path, peers: Peers) -> list[T]:
     try:
         result = action()
     except Exception as error:  # of whatever kind: the other ranks wait
-        text = f"rank {peers.rank} cannot write the checkpoint in {folder}: {_reason(error)}"
+        text = f"rank {peers.name(peers.rank)} cannot write the checkpoint in {folder}: {_reason(error)}"
         failure = _Failure(text, may_pass(error))
     outcomes = peers.gather((_to_plain(result), failure), WRITING)
     if failures := [_Failure(*failure) for _, failure in outcomes if failure]:

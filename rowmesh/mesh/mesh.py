@@ -25,11 +25,11 @@ from rowmesh.mesh.claims import Claims
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
 from rowmesh.mesh.joining import join, meet
-from rowmesh.mesh.lookout import Lookout
 from rowmesh.mesh.patience import Stopwatch, patiently
 from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.processes import State, state_of
 from rowmesh.mesh.roll_call import RollCall, forget_store, keep_store
+from rowmesh.mesh.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -180,20 +180,24 @@ class Mesh:
         Raises:
             PeerError: a rank died, was stopped for the mesh's timeout, or the call ended in vain; names it.
         """
-        look = Lookout(self, doing)
+        watchdog = Watchdog(self, doing)
         try:
-            result = patiently(call, look)
+            result = patiently(call, watchdog)
         except PeerError:
+            watchdog.close()
             raise
         except RuntimeError as error:
-            raise self.peer_error(doing, error, look.watch) from error
-        look.close()
+            raise self.peer_error(doing, error, watchdog.watch, watchdog.calls) from error
+        watchdog.close()
         return result
 
     @property
     def peers(self) -> Peers:
-        """The same ranks where they do something together that may take longer than the timeout."""
-        return Peers(self.group, self.patiently)
+        """The same ranks where they do something together that may take longer than the timeout; a new value each time.
+
+        In a process group that the program made itself they wait as long as that group does.
+        """
+        return Peers(self.group, self.patiently, self.name)
 
     @property
     def group_timeout(self) -> timedelta:
@@ -321,7 +325,9 @@ class Mesh:
         names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
         return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
 
-    def peer_error(self, doing: str, cause: BaseException, watch: Stopwatch | None = None) -> PeerError:
+    def peer_error(
+        self, doing: str, cause: BaseException, watch: Stopwatch | None = None, calls: RollCall | None = None
+    ) -> PeerError:
         """The error for a collective that failed, or was waited for in vain.
 
         It names the ranks that died, else those that did not come to it.
@@ -330,11 +336,12 @@ class Mesh:
             doing: what the collective was for.
             cause: what it failed of.
             watch: how long it was waited for.
+            calls: which ranks wait for the same; default: which wait for anything.
         """
         if self.whole is not None:
-            return self.whole.peer_error(doing, cause, watch)
+            return self.whole.peer_error(doing, cause, watch, calls)
         self._lost.set()
-        calls, absent = self.roll_call, None
+        calls, absent = calls or self.roll_call, None
         calls.answer()
         is_late = bool(_TIMED_OUT.search(str(cause)))
         # A broken connection is seen before the process is gone, and not by all at once.

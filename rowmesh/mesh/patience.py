@@ -80,7 +80,10 @@ def patiently(call: Callable[[], T], look: Callable[[], None] = lambda: None) ->
         finally:
             done.set()
 
-    threading.Thread(target=run, name="rowmesh connecting", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="rowmesh connecting", daemon=True).start()
+    except RuntimeError:  # the system has none left; to wait is what must be done
+        return call()
     while not done.wait(LOOK_S):
         look()
     return outcome.result()

@@ -11,28 +11,31 @@ from torch import Tensor
 
 from rowmesh.errors import PeerError
 from rowmesh.mesh.groups import abort, gather_bytes
-from rowmesh.mesh.patience import patiently
 from rowmesh.mesh.plain import decode, encode
 
 Wait = Callable[[Callable[[], Any], str], Any]
 
 
 class Peers:
-    """The ranks of a process group, which wait for each other without a timeout of their own.
-
-    A mesh's are `Mesh.peers`, of which none is waited for that is lost.
+    """The ranks of a process group, which wait for each other as long as the group does; `Mesh.peers` gives a mesh's.
 
     Args:
         group: of gloo; None: this process alone.
         wait: returns what a call gives that waits for the others, or raises where that is in vain; it is told what
             the ranks are doing, for the message.
+        name: the number of a rank in messages.
 
     Attributes:
         rank: of this process.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, wait: Wait = lambda call, _: patiently(call)) -> None:
-        self._group, self._wait, self._is_ended = group, wait, False
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        wait: Wait = lambda call, _: call(),
+        name: Callable[[int], int] = lambda rank: rank,
+    ) -> None:
+        self._group, self._wait, self.name, self._is_aborted = group, wait, name, False
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def gather(self, value: Any, doing: str) -> list[Any]:
@@ -43,17 +46,17 @@ class Peers:
             doing: what this is for, for the message.
 
         Raises:
-            PeerError: a rank sent what this one cannot read, or `end` was called.
+            PeerError: a rank sent what this one cannot read, or `abort` was called.
             RuntimeError: the collective failed, or took longer than the group waits; or what `wait` raises.
         """
         if self._group is None:
             return [value]
         texts = gather_bytes(encode(value), lambda own: self._wait(lambda: self._gather(own, doing), doing))
-        return [decode(text, rank, doing) for rank, text in enumerate(texts)]
+        return [decode(text, self.name(rank), doing) for rank, text in enumerate(texts)]
 
-    def end(self) -> None:
-        """Ends the waiting of all ranks, whatever they wait for: another thread's too."""
-        self._is_ended = True
+    def abort(self) -> None:
+        """Ends the waiting of all ranks, also in another thread."""
+        self._is_aborted = True
         if self._group is not None:
             abort(self._group)
 
@@ -63,7 +66,7 @@ class Peers:
         try:
             dist.all_gather(parts, own, group=self._group)
         except RuntimeError as error:
-            if self._is_ended:
+            if self._is_aborted:
                 raise PeerError(f"stopped {doing}: something else failed") from error
             raise
         return parts

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointWriteError
-from rowmesh.mesh.waiting import gather_objects
+from rowmesh.checkpoint.together import on_every_rank
 from rowmesh.train.job import Job
 from rowmesh.train.run_folder import RunFolder
 
@@ -52,13 +53,8 @@ class BestModel:
     def take_back(self) -> dict[str, Any]:
         """Puts the kept rows and their state into the tables; returns the state of the rest. Collective."""
         self.job.embeddings.barrier()
-        failure, state = None, {}
-        try:
-            state = checkpoint.load(self.run.best, self.job.embeddings)
-        except checkpoint.CheckpointError as error:
-            failure = str(error)
-        if failures := list(dict.fromkeys(filter(None, gather_objects(self.job.mesh, failure, KEEPING)))):
-            raise checkpoint.CheckpointError("; ".join(failures))
+        read = partial(checkpoint.load, self.run.best, self.job.embeddings)
+        state = on_every_rank(self.job.mesh.peers, read, KEEPING)
         self.job.embeddings.barrier()
         return state
 

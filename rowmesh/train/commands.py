@@ -8,15 +8,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.checkpoint.series import Series
+from rowmesh.checkpoint.together import on_every_rank
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -248,13 +249,8 @@ def load_model(job: Job, run: RunFolder, verify: bool, *, optimizer_state: bool 
     Raises:
         RowmeshError: there is no model, it is damaged, or it is of other tables or another network.
     """
-    state, failure = {}, None
-    try:
-        state = checkpoint.load(run.model, job.embeddings, optimizer_state=optimizer_state, verify=verify)
-    except CheckpointError as error:
-        failure = str(error)
-    if failures := list(dict.fromkeys(filter(None, gather_objects(job.mesh, failure, SETTING_UP)))):
-        raise CheckpointError("; ".join(failures))
+    read = partial(checkpoint.load, run.model, job.embeddings, optimizer_state=optimizer_state, verify=verify)
+    state = on_every_rank(job.mesh.peers, read, SETTING_UP)
     try:
         job.network.load_state_dict(state["network"])
     except KeyError:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
 from rowmesh.checkpoint.series import BEST, Series, verify
+from rowmesh.checkpoint.together import on_every_rank
 from rowmesh.errors import ConfigurationError, RowmeshError, UnreadableError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -151,28 +152,29 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
     reasons: list[str] = []
     series = series_of(job.config, run)
     for step in steps:
-        failure, is_refused, state = "", False, {}
         job.embeddings.barrier()
         try:
-            state = checkpoint.load(series.at(step), job.embeddings)
-            if job.mesh.rank == 0 and state["progress"]["best_step"]:
-                verify(series.at(step) / BEST)  # read at the end of training, when it would be too late
+            state = on_every_rank(job.mesh.peers, partial(_read, job, series.at(step)), RESUMING)
+        except UnreadableError as error:
+            raise UnreadableError(f"{error}. No checkpoint was removed: mend that, and start again") from None
         except CheckpointError as error:
-            failure, is_refused = str(error), isinstance(error, UnreadableError)
-        everyone = job.mesh.peers.gather([failure, is_refused], RESUMING)  # to read takes as long as it takes
-        failures = list(dict.fromkeys(text for text, _ in everyone if text))
-        if any(refused for _, refused in everyone):
-            raise UnreadableError(f"{'; '.join(failures)}. No checkpoint was removed: mend that, and start again")
-        if not failures:
-            job.embeddings.barrier()
-            reach("resume.loaded", series.at(step))
-            go_back = partial(_go_back, run, series, step, has_best=bool(state["progress"]["best_step"]))
-            on_rank_0(job.mesh, RESUMING, go_back)
-            return state
-        reasons += failures
-        if step != steps[-1]:
-            log(f"resume    not from step {step:,}: {'; '.join(failures)}")
+            reasons.append(str(error))
+            if step != steps[-1]:
+                log(f"resume    not from step {step:,}: {error}")
+            continue
+        job.embeddings.barrier()
+        reach("resume.loaded", series.at(step))
+        go_back = partial(_go_back, run, series, step, has_best=bool(state["progress"]["best_step"]))
+        on_rank_0(job.mesh, RESUMING, go_back)
+        return state
     raise CheckpointError("; ".join(reasons))
+
+
+def _read(job: Job, folder: Path) -> dict[str, Any]:
+    state = checkpoint.load(folder, job.embeddings)
+    if job.mesh.rank == 0 and state["progress"]["best_step"]:
+        verify(folder / BEST)  # read at the end of training, when it would be too late
+    return state
 
 
 def _go_back(run: RunFolder, series: Series, step: int, *, has_best: bool) -> None:

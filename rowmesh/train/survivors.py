@@ -32,7 +32,8 @@ from rowmesh.errors import CheckpointError, PeerError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.faults import reach
 from rowmesh.files.links import link_tree
-from rowmesh.mesh.patience import patiently
+from rowmesh.mesh.joining import CERTAIN_S
+from rowmesh.mesh.patience import LOOK_S, patiently
 from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import last_step
@@ -91,6 +92,7 @@ class Survivors:
         self._job, self._run, self._checkpoints, self._requests = job, run, checkpoints, requests
         self.reason, self._engine = _why_not(job, drift), job.embeddings.engine
         self._members: tuple[int, ...] = ()
+        self._looks_at_lost = 0
         if not self.reason:
             grid = job.embeddings.plan.grid(next(iter(job.embeddings.plan.replicas.values())))
             self._members = next(tuple(group) for group in grid.groups if job.mesh.rank in group)
@@ -191,7 +193,8 @@ class Survivors:
 
     def _meet(self) -> Peers:
         """The ranks of this replica group, by a process group of their own."""
-        self._look()
+        if lost := self._lost():
+            raise PeerError(f"rank {lost[0]} of them is lost")
         if len(self._members) == 1:
             return Peers()
         limit = timedelta(seconds=min(_LONGEST_S, self._job.config.checkpoint.grace_s))
@@ -200,11 +203,16 @@ class Survivors:
             lambda: dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True), self._look
         )
         assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
-        return Peers(group, lambda call, _: patiently(call, self._look))
+        return Peers(group, lambda call, _: patiently(call, self._look), self._members.__getitem__)
 
     def _look(self) -> None:
-        if lost := [rank for rank in self._job.mesh.dead_ranks() if rank in self._members]:
+        lost = self._lost()
+        self._looks_at_lost = self._looks_at_lost + 1 if lost else 0
+        if self._looks_at_lost * LOOK_S >= CERTAIN_S:  # it has not just ended with its part done
             raise PeerError(f"rank {lost[0]} of them is lost")
+
+    def _lost(self) -> list[int]:
+        return [rank for rank in self._job.mesh.dead_ranks() if rank in self._members]
 
     @contextmanager
     def _claimed(self, peers: Peers, step: int, has_best: bool) -> Iterator[Path]:
