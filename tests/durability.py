@@ -2,7 +2,7 @@
 
     python -m tests.durability --out grid.jsonl             # all; goes on where it was stopped
     python -m tests.durability --mode plain --ranks 2       # some
-    python -m tests.durability --points --out points.jsonl  # killed while it starts, saves, evaluates, exports
+    python -m tests.durability --points --out points.jsonl  # killed while it starts, saves, takes another's place
 
 In each case one rank is killed with SIGKILL at a point, the others are ended as by torchrun, and the run is resumed.
 Its model must be that of a run which nothing disturbed, to the bit, and so must its logs. Each case is a line of JSON;
@@ -52,8 +52,13 @@ POINTS = [
     "evaluate.batch@9",
     "files.write@9",
 ]
-RANK_0_ALONE = ("begin", "prepare", "write_dense", "publish", "prune", "settle", "files.write", "resume.cut", "open")
+RANK_0_ALONE = (
+    *("begin", "prepare", "write_dense", "publish", "prune", "settle", "files.write", "resume.cut", "open"),
+    *("exchange", "vacated", "former"),
+)
 RESUMING = ["resume.loaded", "resume.cut@1", "resume.cut@2"]
+REPLACING = ["run.settle@2", "run.exchange@3", "run.vacated", "run.exchange@9", "run.exchanged", "run.former"]
+"""While the run takes the place of another one."""
 
 
 class Case(NamedTuple):
@@ -80,7 +85,7 @@ def cases(asked: argparse.Namespace) -> Iterator[Case]:
 
     Every point is tried with one transport, in turns, before any is tried with the other.
     """
-    points = list(enumerate([*POINTS, *RESUMING] if asked.points else _spread(asked.steps)))
+    points = list(enumerate([*POINTS, *RESUMING, *REPLACING] if asked.points else _spread(asked.steps)))
     for again in range(len(TRANSPORTS)):
         for number, point in points:
             for ranks, mode in itertools.product(asked.ranks, asked.mode or MODES):
@@ -143,6 +148,10 @@ class Grid:
             return "the run that nothing disturbs fails"
         options = [*options_of(case.mode, case.ranks, run, case.transport), *self._more]
         first = f"{case.point},rank{case.victim}=kill"
+        if case.point in REPLACING:
+            if any((life := self._lives.train([*options, "train.seed=1"], ranks=case.ranks)).statuses):
+                return f"the run that is to be replaced fails: {life}"
+            options.append("--overwrite")
         if case.point in RESUMING:
             life = self._lives.train(options, f"loop.step@8,rank{case.victim}=kill", ranks=case.ranks)
         else:

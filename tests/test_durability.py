@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from tests.durability import NUM_STEPS, Case, Grid, cases
+from tests.durability import NUM_STEPS, REPLACING, Case, Grid, cases
 from tests.support.modes import MODES, NEED_RANKS
 
 
@@ -15,6 +15,16 @@ def grid(tmp_path_factory):
 
 def test_a_case_of_the_grid(grid):
     assert grid.run(Case("pipelined, depth 2", 2, "one_sided", "loop.step@8", 0))["problem"] == ""
+
+
+def test_a_run_that_takes_the_place_of_another(grid):
+    assert grid.run(Case("plain", 1, "", "run.settle@2", 0))["problem"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", REPLACING)
+def test_a_run_that_takes_the_place_of_another_on_two_ranks(grid, point):
+    assert grid.run(Case("plain", 2, "collective", point, 0))["problem"] == ""
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def _absent(record: RunRecord) -> Iterator[str]:
 
 
 def _results(run: RunFolder, first: str, missing: list[str]) -> list[Result]:
-    paths = sorted((run.path / "evaluation").glob("*.json"), key=lambda path: (path.stem != first, path.stem))
+    paths = sorted(run.evaluations.glob("*.json"), key=lambda path: (path.stem != first, path.stem))
     found = []
     for path in paths:
         values = _read(path, json.loads, missing)

@@ -80,7 +80,10 @@ def find_start(claim: Claim, config: Config, data: TableData, resume: Resume, *,
                 "checkpoint.folder=…, or --overwrite to remove them"
             )
         return Start()
-    if run.is_whole and not (overwrite and resume == "auto"):
+    replaces = overwrite and resume == "auto"
+    if replaces and run.is_whole and claim.has_completed:  # it may be this command's, which was killed
+        replaces = bool(model_differences(resolve(run.config), config))
+    if run.is_whole and not replaces:
         _check_same(resolve(run.config), config, f"the run in {run.path}")
         return Start(is_finished=True)
     steps = [] if run.is_whole else series.steps()[::-1]

@@ -33,9 +33,11 @@ CHECKPOINTS = "checkpoints"
 TRACE = "trace.json"
 UNFINISHED = "unfinished"
 """Where a run is that replaces another, until its model is written: the folder has the same names in it."""
-WHOLE, FORMER = "whole.json", ".former"
-"""In there, once the model is written: what the run consists of, and what is left of the run of before."""
+WHOLE, LEAVING, FORMER = "whole.json", ".former.partial", ".former"
+"""In there, once the model is written: what of the run of before has to go, and where that is, amid its move and after
+it. See [Note: the exchange]."""
 _PARTIAL = r"\..*\.partial"
+_BEGUN = rf"\.{re.escape(MANIFEST)}\..*\.partial"  # a crash came while the first file was written
 # What a run writes, and what it writes in there where that is a folder.
 CONTENTS = {
     **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, TRACE, REPORT, COMPARED), ""),
@@ -46,6 +48,18 @@ CONTENTS = {
     "bad_rows": r"rank\d+_after_\d+\.jsonl",
     "tensorboard": r"events\.out\..*",
 }
+
+# [Note: the exchange]
+# A run that replaces another takes its place in these steps. A crash may come between any two operations on files; the
+# next claim of the folder does what is left:
+#   1. `unfinished/model` is there: the new run is whole, and readers still find the former one.
+#   2. `unfinished/whole.json` lists what the former run has in the folder. From here on readers find the new run alone,
+#      and write into `unfinished/`: what the list names in the folder is the former run's.
+#   3. What is listed moves to `unfinished/.former.partial`.
+#   4. That becomes `.former`: the folder has nothing of the former run. What comes into it from here on stays.
+#   5. What the new run has in `unfinished/` moves into the folder.
+#   6. `whole.json` goes. `unfinished/` has nothing but `.former`, which is removed in any order.
+# None of 3 to 6 takes room on the disk.
 
 
 class RunFolder:
@@ -71,13 +85,11 @@ class RunFolder:
         self.path = path
         self.config, self.environment, self.about = self._at(CONFIG), self._at(ENVIRONMENT), self._at(ABOUT)
         self.plan, self.first_plan = self._at(PLAN), self._at(FIRST_PLAN)
-        self.metrics = path / "metrics.jsonl"
-        self.counters = path / "counters.jsonl"
-        self.trace = path / TRACE
-        self.report, self.compared = path / REPORT, path / COMPARED
-        self.model = self._at("model")
-        self.best = path / BEST
-        self.checkpoints = path / CHECKPOINTS
+        self.metrics, self.counters = self._at("metrics.jsonl"), self._at("counters.jsonl")
+        self.trace = self._at(TRACE)
+        self.report, self.compared = self._at(REPORT), self._at(COMPARED)
+        self.model, self.best = self._at("model"), self._at(BEST)
+        self.checkpoints = self._at(CHECKPOINTS)
 
     def to_plain(self) -> str:
         """The folder, to be sent to other ranks."""
@@ -88,9 +100,14 @@ class RunFolder:
         """From what another rank sent."""
         return cls(Path(values))
 
+    @property
+    def evaluations(self) -> Path:
+        """The folder of the metrics of splits."""
+        return self._at("evaluation")
+
     def evaluation(self, split: str) -> Path:
         """Where the metrics of a split go."""
-        return self.path / "evaluation" / f"{split}.json"
+        return self.evaluations / f"{split}.json"
 
     def bad_rows(self, rank: int, step: int) -> Path:
         """Where raw rows go that a rank cannot use after a step."""
@@ -112,13 +129,14 @@ class RunFolder:
         return self._asked("id")
 
     def _asked(self, key: str) -> str:
-        manifest = Manifest.read(self.path)
+        manifest = Manifest.read(self._at(MANIFEST).parent)
         return "" if manifest is None else str(manifest.request.get(key, ""))
 
     def _at(self, name: str) -> Path:
-        """Where a crash left it that came between a whole new run and the end of the one of before."""
-        new = self.path / UNFINISHED / name
-        return new if (self.path / UNFINISHED / WHOLE).exists() and os.path.lexists(new) else self.path / name
+        """Where it is, or is to be: also where a crash came amid the exchange with the run of before."""
+        new = self.path / UNFINISHED
+        is_there = (new / WHOLE).exists() and (os.path.lexists(new / name) or not os.path.lexists(new / FORMER))
+        return (new if is_there else self.path) / name
 
 
 @dataclass
@@ -159,6 +177,10 @@ class Claim:
         log: receives messages for the user.
         resumes: whether a run in it may go on.
 
+    Attributes:
+        has_completed: whether the run that is there was interrupted after it had written its model, and took the place
+            of the one of before just now, when the folder was taken.
+
     Raises:
         RowmeshError: another process writes the folder, it holds a run and neither `overwrite` nor `resumes` is True,
             it holds something else, or it cannot be made.
@@ -173,7 +195,7 @@ class Claim:
         resumes: bool = False,
     ) -> None:
         self._path, self._overwrite, self.log, self._has_begun = folder.path, overwrite, log, False
-        self._resumes = resumes
+        self._resumes, self.has_completed = resumes, False
         self._held = ExitStack()
         self._target = folder.path
         self._known: dict[Path, os.stat_result] = {}
@@ -187,9 +209,11 @@ class Claim:
             try:
                 self._path.mkdir(parents=True, exist_ok=True)
                 self._lock(stack, self._path)
-                _finish_exchange(self._path)
+                self.has_completed = _complete(self._path)
             except OSError as error:
                 raise RowmeshError(f"cannot write in the run folder {self._path}: {error.strerror}") from None
+            if self.has_completed:
+                self.log(f"former    gone from {self._path}: the run that replaces it had written its model")
             _check_free(self._path, self._overwrite or self._resumes)
             self._held = stack.pop_all()
         self._keep(self._path)
@@ -259,6 +283,8 @@ class Claim:
             changed: files that say something else now than at the beginning.
         """
         reach("run.settle", self._target)
+        if self._replaces and (self._target / WHOLE).exists():  # a try before this one was refused amid the exchange
+            self._exchange()
         if not self._is_same(self._target):
             self._make_again()
         elif lost := self._description.write(self._target, anew=False):
@@ -285,11 +311,13 @@ class Claim:
         if not self.settle().is_whole:
             raise FileNotFoundError(errno.ENOENT, "removed while it was written", str(self._target / "model"))
         if self._replaces:
-            names = [path.name for path in self._target.iterdir() if path.name in CONTENTS]
-            write_text(self._target / WHOLE, json.dumps(names) + "\n")
-            _finish_exchange(self._path)
-            self._target = self._path
+            _begin_exchange(self._path)
+            self._exchange()
         return RunFolder(self._target)
+
+    def _exchange(self) -> None:
+        _finish_exchange(self._path)
+        self._target = self._path
 
     @property
     def _replaces(self) -> bool:
@@ -346,35 +374,94 @@ def _make_free(path: Path) -> Path:
     raise AssertionError
 
 
-def _finish_exchange(folder: Path) -> None:
-    """Puts a whole new run in the place of the one of before; goes on where a crash interrupted it."""
+def _complete(folder: Path) -> bool:
+    """Does what a crash left to do when a whole new run was to take the place of the one of before; whether it did."""
     new = folder / UNFINISHED
+    if not (new / WHOLE).exists():
+        if not (_is_run(new) and RunFolder(new).is_whole):
+            _remove_former(folder)
+            return False
+        _refuse_strangers(folder)
+        _begin_exchange(folder)
+    _finish_exchange(folder)
+    return True
+
+
+def _begin_exchange(folder: Path) -> None:
+    """Makes a whole new run the one that readers find. See [Note: the exchange]."""
+    names = sorted(path.name for path in folder.iterdir() if path.name in CONTENTS)
+    write_text(folder / UNFINISHED / WHOLE, json.dumps({"former": names}) + "\n")
+
+
+def _finish_exchange(folder: Path) -> None:
+    """Puts it in the place of the one of before; goes on where a crash interrupted that. See [Note: the exchange]."""
+    new = folder / UNFINISHED
+    former = _former_names(new / WHOLE)
+    _refuse_strangers(folder)
+    if not os.path.lexists(new / FORMER):
+        (new / LEAVING).mkdir(exist_ok=True)
+        for name in former:
+            if os.path.lexists(folder / name) and not os.path.lexists(new / LEAVING / name):
+                reach("run.exchange", folder / name)
+                (folder / name).rename(new / LEAVING / name)
+        sync_folder(new / LEAVING)
+        sync_folder(folder)
+        reach("run.vacated", folder)
+        (new / LEAVING).rename(new / FORMER)
+        sync_folder(new)
+    names = sorted(path.name for path in new.iterdir() if path.name in CONTENTS)
+    if taken := [name for name in names if os.path.lexists(folder / name)]:
+        raise RowmeshError(
+            f"{folder} holds {', '.join(taken[:3])}, which came there while a run took the place of the one before; "
+            "move it elsewhere"
+        )
+    for name in names:
+        reach("run.exchange", new / name)
+        (new / name).rename(folder / name)
+    sync_folder(folder)
+    sync_folder(new)
+    reach("run.exchanged", folder)
+    (new / WHOLE).unlink()
+    _remove_former(folder)
+
+
+def _former_names(path: Path) -> list[str]:
+    """What a run that is replaced has in its folder.
+
+    Raises:
+        RowmeshError: the list is damaged.
+    """
     try:
-        names = json.loads((new / WHOLE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        names = None
-    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise RowmeshError(f"{new / WHOLE} is damaged; move what you want to keep out of {folder}")
+        values = None
+    names = values.get("former") if isinstance(values, dict) else None
+    if not (isinstance(names, list) and all(isinstance(name, str) and name in CONTENTS for name in names)):
+        raise RowmeshError(f"{path} is damaged; move what you want to keep out of {path.parent.parent}")
+    return names
+
+
+def _refuse_strangers(folder: Path) -> None:
     if strangers := sorted(_strangers(folder)):
         raise RowmeshError(
             f"{folder} holds what no run wrote ({', '.join(strangers[:3])}), and a run that was interrupted while it "
             "took the place of the one before; move what is not the run's elsewhere"
         )
-    (new / FORMER).mkdir(exist_ok=True)
-    for path in list(folder.iterdir()):
-        if path.name in CONTENTS and (path.name not in names or os.path.lexists(new / path.name)):
-            reach("run.exchange", path)
-            if not os.path.lexists(new / FORMER / path.name):  # else it was made since the crash, and is of the new run
-                path.rename(new / FORMER / path.name)
-    for name in names:
-        if name in CONTENTS and os.path.lexists(new / name):
-            reach("run.exchange", new / name)
-            (new / name).rename(folder / name)
-    sync_folder(folder)
-    reach("run.exchanged", folder)
-    shutil.rmtree(new, ignore_errors=True)  # what stays has no name of a run's files; the next run removes it
+
+
+def _remove_former(folder: Path) -> None:
+    """Removes a run that was replaced, as far as the disk lets it; the next claim removes what stays."""
+    new = folder / UNFINISHED
+    if _is_run(folder) and new.is_dir() and all(path.name == FORMER or _is_partial(path) for path in new.iterdir()):
+        with contextlib.suppress(OSError):
+            reach("run.former", new)
+            sync_folder(new)  # with `whole.json` there again, and no `.former`, all would begin anew
+            shutil.rmtree(new)
+
+
+def _is_run(folder: Path) -> bool:
+    manifest = Manifest.read(folder)
+    return manifest is not None and manifest.kind == KIND
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -384,7 +471,7 @@ def write_json(path: Path, values: Any) -> None:
 
 def _check_free(folder: Path, overwrite: bool) -> None:
     """Raises RowmeshError where something would be lost that no run wrote, or a run that may not be overwritten."""
-    if not {path.name for path in folder.iterdir()} - {LOCK}:
+    if all(path.name == LOCK or re.fullmatch(_BEGUN, path.name) for path in folder.iterdir()):
         return
     if strangers := sorted(_strangers(folder)):
         raise RowmeshError(
@@ -413,8 +500,11 @@ def _strangers(folder: Path) -> Iterator[str]:
 
 
 def _clear(folder: Path) -> None:
-    """Removes everything that a run writes, except the lock: of a link the link, not what it leads to."""
-    for path in folder.iterdir():
+    """Removes everything that a run writes, except the lock: of a link the link, not what it leads to.
+
+    What marks the folder as a run's goes last: where a crash comes before, the next run may remove the rest.
+    """
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):
         if path.name in CONTENTS or path.name == UNFINISHED or _is_partial(path):
             _remove(path)
 

@@ -199,10 +199,22 @@ def test_the_former_model_stays_where_the_new_one_fails(config_file, tmp_path, f
     assert not (tmp_path / "run" / "unfinished").exists()
 
 
+@pytest.mark.parametrize("point", ["run.settle@2", "run.exchange@4"])
+def test_a_run_takes_the_place_of_another_when_the_disk_lets_it(config_file, tmp_path, point):
+    train(config_file, "tables.dim=3")
+    with arm(f"{point}=ENOSPC"):
+        metrics = train(config_file, overwrite=True)
+    assert run_evaluation(tmp_path / "run") == metrics
+    assert not (tmp_path / "run" / "unfinished").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
-    ["observe.write@3", "checkpoint.write_rows@2", "checkpoint.publish", "checkpoint.published", "run.exchange@4"],
+    [
+        *("observe.write@3", "checkpoint.write_rows@2", "checkpoint.publish", "checkpoint.published"),
+        *("run.settle@2", "run.exchange@4", "run.exchanged"),
+    ],
 )
 def test_a_killed_run_leaves_one_that_can_be_loaded(config_file, tmp_path, point):
     former = train(config_file, "tables.dim=3")
@@ -214,7 +226,7 @@ def test_a_killed_run_leaves_one_that_can_be_loaded(config_file, tmp_path, point
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     found = run_evaluation(tmp_path / "run")
-    assert (found == former) == (point != "run.exchange@4")
+    assert (found == former) == ("run.exchange" not in point)
     train(config_file, overwrite=True)
     assert not (tmp_path / "run" / "unfinished").exists()
 

@@ -289,6 +289,32 @@ def test_a_run_that_is_to_replace_another_goes_on_beside_it(config_file, tmp_pat
     assert steps_of(run / "checkpoints") == [4, 6]
 
 
+@pytest.mark.parametrize("resume", ["no", "auto"])
+@pytest.mark.parametrize("at", ["run.settle@2", "run.exchange@2", "run.vacated", "run.exchanged"])
+def test_a_run_that_is_killed_as_it_replaces_another_is_not_trained_again(config_file, tmp_path, capsys, at, resume):
+    run = tmp_path / "run"
+    train(config_file, "train.seed=1")
+    assert train(config_file, f"run.folder={tmp_path / 'other'}")
+    with arm(f"{at}=raise"), pytest.raises(RuntimeError, match="injected"):
+        train(config_file, resume=resume, overwrite=True)
+    capsys.readouterr()
+    assert train(config_file, resume="auto", overwrite=resume == "auto") is None
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"former    gone from {run}: the run that replaces it had written its model"
+    assert out[1:] == [f"resume    nothing to do: {run} is a finished run"]
+    assert model_of(run) == model_of(tmp_path / "other")
+    assert steps_of(run / "checkpoints") == [4, 6]
+    assert not (run / "unfinished").exists()
+
+
+def test_another_configuration_replaces_a_run_that_was_killed_before_it_replaced_another(config_file, tmp_path):
+    train(config_file, "train.seed=1")
+    with arm("run.settle@2=raise"), pytest.raises(RuntimeError, match="injected"):
+        train(config_file, "train.seed=2", resume="auto", overwrite=True)
+    assert train(config_file, resume="auto", overwrite=True)
+    assert resolve(tmp_path / "run" / "config.toml").train.seed == 0
+
+
 def test_checkpoints_in_a_folder_of_their_own(config_file, tmp_path):
     elsewhere = f"checkpoint.folder={tmp_path / 'elsewhere'}"
     killed(config_file, 5, elsewhere, "checkpoint.keep_last=1")

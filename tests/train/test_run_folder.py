@@ -1,5 +1,8 @@
+import contextlib
 import json
-from contextlib import ExitStack
+import os
+import shutil
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
@@ -140,15 +143,16 @@ def test_a_run_folder_may_be_a_link(folder, tmp_path):
     assert folder.path.is_symlink()
 
 
-def former_and_new(folder):
-    """A claim on a folder with a run that has a model, where a new run has written its own."""
+def former_and_new(folder, *, is_written=True):
+    """A claim on a folder with a run that has a model, where a new run has written its own, or is about to."""
     begin(folder, **{"first_plan.json": "former"})
     add_model(folder, "former")
     claim = Claim(folder, overwrite=True)
     claim.__enter__()
     new = claim.begin({}, {"config.toml": "new"})
     assert new.path == folder.path / "unfinished"
-    add_model(new, "new")
+    if is_written:
+        add_model(new, "new")
     return claim
 
 
@@ -168,7 +172,7 @@ def test_a_run_with_a_model_stays_until_the_new_one_is_whole(folder):
 
 
 def test_a_new_run_that_fails_leaves_the_former_and_its_own_metrics(folder):
-    claim = former_and_new(folder)
+    claim = former_and_new(folder, is_written=False)
     claim.__exit__(RowmeshError, RowmeshError("failed"), None)
     assert_is(folder, "former")
     with pytest.raises(RowmeshError, match="holds a run"), Claim(folder, overwrite=False):
@@ -182,7 +186,10 @@ def test_a_new_run_that_fails_leaves_the_former_and_its_own_metrics(folder):
     assert_is(folder, "new")
 
 
-@pytest.mark.parametrize("at", [*(f"run.exchange@{number}" for number in range(1, 8)), "run.exchanged"])
+POINTS = ["run.vacated", "run.exchanged", "run.former"]
+
+
+@pytest.mark.parametrize("at", [*(f"run.exchange@{number}" for number in range(1, 8)), *POINTS])
 def test_a_crash_amid_the_exchange_loses_no_run(folder, at):
     claim = former_and_new(folder)
     with arm(f"{at}=raise"), pytest.raises(RuntimeError, match="injected"):
@@ -193,6 +200,215 @@ def test_a_crash_amid_the_exchange_loses_no_run(folder, at):
         pass
     assert_is(folder, "new")
     assert names(folder.path) == ["config.toml", "manifest.json", "model"]
+
+
+def crash_at_the_end(folder, at):
+    """Leaves what a process leaves that is killed at a point of `finish`."""
+    claim = former_and_new(folder)
+    with arm(f"{at}=raise"), pytest.raises(RuntimeError, match="injected"):
+        claim.finish()
+    claim.__exit__(RuntimeError, RuntimeError(), None)
+
+
+def test_a_crash_between_the_written_model_and_the_exchange_loses_no_model(folder):
+    crash_at_the_end(folder, "run.settle")
+    assert_is(folder, "former")
+    said = []
+    with Claim(folder, overwrite=False, resumes=True, log=said.append) as claim:
+        assert claim.has_completed
+        assert claim.unfinished.path == folder.path
+    assert_is(folder, "new")
+    assert names(folder.path) == ["config.toml", "manifest.json", "model"]
+    assert said == [f"former    gone from {folder.path}: the run that replaces it had written its model"]
+    with Claim(folder, overwrite=False, resumes=True) as claim:
+        assert not claim.has_completed
+
+
+@pytest.mark.parametrize("at", [*(f"run.exchange@{number}" for number in range(1, 8)), *POINTS])
+def test_an_exchange_that_the_disk_refuses_is_tried_again(folder, at):
+    claim = former_and_new(folder)
+    with arm(f"{at}=EIO"), nullcontext() if at == "run.former" else pytest.raises(OSError, match="Input/output error"):
+        claim.finish()
+    assert claim.settle().path == folder.path
+    assert claim.finish().path == folder.path
+    claim.__exit__(None, None, None)
+    assert_is(folder, "new")
+    with Claim(folder, overwrite=False, resumes=True):
+        assert not (folder.path / "unfinished").exists()
+
+
+def test_before_the_exchange_nothing_changes_where_a_stranger_is_in_the_way(folder):
+    crash_at_the_end(folder, "run.settle")
+    (folder.path / "notes.md").write_text("")
+    refused(folder, r"what no run wrote \(notes.md\)")
+    assert_is(folder, "former")
+
+
+def test_what_came_since_a_crash_is_not_replaced_by_a_file_of_the_run(folder):
+    crash_at_the_end(folder, "run.exchange@1")
+    (folder.path / "evaluation").mkdir()
+    (folder.path / "evaluation" / "test.json").write_text("by hand")
+    assert folder.evaluation("test").parent == folder.path / "unfinished" / "evaluation"
+    folder.evaluations.mkdir()
+    with pytest.raises(RowmeshError, match=r"runs/a holds evaluation, which came there while a run took"):
+        Claim(folder, overwrite=True).__enter__()
+    assert_is(folder, "new")
+    assert (folder.path / "evaluation" / "test.json").read_text() == "by hand"
+    shutil.rmtree(folder.path / "evaluation")
+    with Claim(folder, overwrite=False, resumes=True):
+        assert names(folder.path) == [".lock", "config.toml", "evaluation", "manifest.json", "model"]
+
+
+@pytest.mark.parametrize("left", ["all", "some", "none"])
+def test_what_is_left_of_the_former_run_is_removed_and_nothing_else(folder, left):
+    crash_at_the_end(folder, "run.former")
+    former = folder.path / "unfinished" / ".former"
+    assert names(former) == ["config.toml", "first_plan.json", "manifest.json", "model"]
+    if left == "some":
+        (former / "manifest.json").unlink()
+    elif left == "none":
+        shutil.rmtree(former)
+    folder.report.write_text("page")
+    with Claim(folder, overwrite=False, resumes=True):
+        pass
+    assert_is(folder, "new")
+    assert names(folder.path) == ["config.toml", "manifest.json", "model", "report.html"]
+
+
+class Killed(BaseException):
+    """As SIGKILL it comes between two operations on files, and none comes after it."""
+
+
+OPERATIONS = ["mkdir", "rename", "replace", "unlink", "remove", "rmdir"]
+
+
+@contextlib.contextmanager
+def killed_after(num_operations):
+    """Lets a block do so many operations that change names of files; yields a list, of those that it did."""
+    done = []
+
+    def counted(operation):
+        def call(*args, **kwargs):
+            if len(done) == num_operations:
+                raise Killed
+            done.append((operation.__name__, *args))
+            return operation(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        for name in OPERATIONS:
+            patch.setattr(os, name, counted(getattr(os, name)))
+        yield done
+
+
+def run_with(folder, text):
+    """What a run writes besides its first files, as `rowmesh train`, `evaluate` and `report` do."""
+    folder.metrics.write_text(text)
+    folder.checkpoints.mkdir()
+    if text == "former":
+        folder.first_plan.write_text(text)
+        folder.trace.write_text(text)
+        evaluate(folder, "validation", text)
+    add_model(folder, text)
+
+
+def evaluate(folder, split, text):
+    folder.evaluations.mkdir(exist_ok=True)
+    folder.evaluation(split).write_text(text)
+    folder.report.write_text(text)
+
+
+def what_is_read(folder):
+    """Which run a reader finds: all of one."""
+    found = RunFolder(folder.path)
+    text = (found.model / "manifest.json").read_text()
+    assert found.config.read_text() == found.metrics.read_text() == text
+    assert found.first_plan.exists() == found.trace.exists() == (text == "former")
+    assert found.checkpoints.is_dir()
+    return text
+
+
+def replace_and_die(folder, kills):
+    """Replaces a run, and dies after so many operations, then again amid what is left to do, …; between two deaths the
+    run that is found is evaluated, and its page is made. Returns splits that were evaluated of the new run, and whether
+    all was done before the last death.
+    """
+    with Claim(folder, overwrite=False) as claim:
+        run_with(claim.begin({}, {"config.toml": "former"}), "former")
+    evaluated, is_done = [], False
+    for number, kill in enumerate(kills):
+        claim = Claim(folder, overwrite=True)
+        if not number:
+            claim.__enter__()
+            run_with(claim.begin({}, {"config.toml": "new"}), "new")
+        with killed_after(kill) as did:
+            claim.finish() if not number else claim.__enter__()
+        claim.__exit__(Killed, Killed(), None)
+        found, is_done = what_is_read(folder), len(did) < kill
+        evaluate(RunFolder(folder.path), f"split{number}", found)
+        evaluated += [f"split{number}.json"] * (found == "new")
+    return evaluated, is_done
+
+
+def check_replaced(folder, kills):
+    """Replaces a run with these deaths on the way; returns whether all was done before the last."""
+    evaluated, is_done = replace_and_die(folder, kills)
+    with Claim(folder, overwrite=False, resumes=True):
+        pass
+    assert what_is_read(folder) == "new"
+    expected = {"checkpoints", "config.toml", "manifest.json", "metrics.jsonl", "model"}
+    if evaluated:
+        expected |= {"evaluation", "report.html"}
+        assert names(folder.evaluations) == evaluated
+        assert folder.report.read_text() == "new"
+    assert {*names(folder.path)} == expected
+    shutil.rmtree(folder.path)
+    return is_done
+
+
+def test_a_crash_between_any_two_operations_loses_nothing(folder, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    num_operations = 0
+    while not check_replaced(folder, [num_operations]):
+        num_operations += 1
+    assert num_operations > 20
+
+
+@pytest.mark.slow
+def test_nor_does_another_crash_between_any_two_of_those_that_are_left(folder, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    num_cases, first, is_last = 0, 0, False
+    while not is_last:
+        second = 0
+        while not check_replaced(folder, [first, second]):
+            second += 1
+        num_cases, first = num_cases + second, first + 1
+        is_last = check_replaced(folder, [first])
+    assert num_cases > 400
+
+
+@pytest.mark.parametrize("former", ["nothing", "no model", "a model"])
+def test_a_run_that_is_killed_while_it_begins_can_be_started_again(tmp_path, monkeypatch, former):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    number, is_done = 0, False
+    while not is_done:
+        folder = RunFolder(tmp_path / f"{number}")
+        if former != "nothing":
+            begin(folder, **{"plan.json": "", "first_plan.json": ""})
+        if former == "a model":
+            add_model(folder)
+        claim = Claim(folder, overwrite=True)
+        claim.__enter__()
+        with killed_after(number) as did:
+            claim.begin({}, {"config.toml": "new"})
+        claim._has_begun = True  # what is dead tidies nothing
+        claim.__exit__(Killed, Killed(), None)
+        with Claim(folder, overwrite=True) as claim:
+            begun = claim.begin({}, {"config.toml": "new"}).path
+        assert names(begun) == ["config.toml", "manifest.json"]
+        number, is_done = number + 1, len(did) < number
+    assert number > 2
 
 
 def test_what_a_model_needs_beside_it_is_written_again(folder):
@@ -267,7 +483,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("whole", ["[]", "5", '{"a": 1}', "[1]"])
+@pytest.mark.parametrize("whole", ["[]", "5", '{"a": 1}', '{"former": [1]}', '{"former": []}', "{"])
 def test_what_no_run_wrote_is_not_removed_with_an_interrupted_run(tmp_path, whole):
     """Nor is a damaged list of files a traceback."""
     unfinished = tmp_path / "run" / "unfinished"
