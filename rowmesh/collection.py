@@ -45,6 +45,7 @@ from rowmesh.tables.cache import TierCounters
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 from rowmesh.tables.spec import check_tables, with_moment_scale
+from rowmesh.turns import wait_for_those_before
 
 
 class EmbeddingCollection(TableModule):
@@ -230,8 +231,10 @@ class EmbeddingCollection(TableModule):
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas: before `held_rows` are set on all of them.
 
-        `rowmesh.checkpoint.load` calls it. Raises RowmeshError while a pipeline runs: it has rows of later batches.
+        `rowmesh.checkpoint.load` calls it. What is being written beside training is waited for: its rows are those of
+        its moment. Raises RowmeshError while a pipeline runs: it has rows of later batches.
         """
+        wait_for_those_before([self])
         self.engine.forget_differences()
 
     def migrate(self, plan: Plan) -> Moved:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +21,8 @@ from rowmesh.state_form import Form, in_form
 from rowmesh.tables import RowStore, TableSpec
 from rowmesh.tables.cores import Cores
 
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
+_CONTAINERS = (dict, OrderedDict, Counter, list, tuple, set)
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
 
 class Parts:
@@ -186,19 +189,25 @@ def has_state(part: Any) -> bool:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Raises CheckpointError, with the place, where a value could be written and not be read: an object of a class."""
+    """Raises CheckpointError, with the place, where a value could be written and not be read: an object of a class.
+
+    Subclasses of numbers and dictionaries are such too: NumPy's float64, named tuples, defaultdict.
+    """
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return
+    if type(value) not in _CONTAINERS:
+        advice = "; float(…) or .item() makes a plain number of it" if isinstance(value, np.generic) else ""
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}, which is no plain value and has no state_dict(){advice}; save "
+            "numbers, text, tensors, lists and dictionaries of them"
+        )
     if isinstance(value, Mapping):
         for key, each in value.items():
             check_plain(key, f"a key of {where}")
             check_plain(each, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple, set)):
+    else:
         for number, each in enumerate(value):
             check_plain(each, f"{where}[{number}]")
-    elif not isinstance(value, _PLAIN):
-        raise CheckpointError(
-            f"{where} is a {type(value).__name__}, which is no plain value and has no state_dict(); save numbers, "
-            "text, tensors, lists and dictionaries of them"
-        )
 
 
 def _state_of(part: Any) -> Any:

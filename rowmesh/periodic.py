@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rowmesh.checkpoint.series import Series
+from rowmesh.checkpoint.write import WRITING
 from rowmesh.checkpoint.writer import Rules, Writer
 from rowmesh.errors import CheckpointError, ConfigurationError, UnreadableError
 from rowmesh.files.advice import described
 from rowmesh.mesh.together import on_rank_0
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.parts import Parts, has_state
-from rowmesh.saving import end_turn, load, prepared, take_turn, wait_for_those_before
+from rowmesh.random_states import RANDOM_STATES, random_states, set_random_states
+from rowmesh.saving import prepared, read
+from rowmesh.turns import end_turn, take_turn, wait_for_those_before
 
 logger = logging.getLogger("rowmesh")
 FINDING = "looking for checkpoints"
@@ -85,7 +90,7 @@ class Checkpoints:
         self._series, self._tried = Series(Path(folder)), 0
         rules = Rules(asynchronous, incremental, keep_last, keep_every, copy_bytes)
         self._writer = Writer(self._series, tables, tables.mesh, rules)
-        self._may_write = False
+        self._may_write, self._device = False, tables.collections[0].device
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +113,7 @@ class Checkpoints:
         """Loads the newest one that is not damaged, if there is any, and removes those after it.
 
         Rows, modules, optimizers and whatever else has a state dictionary are as they were after step `last`, on any
-        number of ranks, under any plan.
+        number of ranks, under any plan; so are the random numbers of torch, NumPy and Python, by which dropout draws.
 
         Returns:
             The plain values that were given to `step` or `write`; nothing where there is no checkpoint.
@@ -121,7 +126,7 @@ class Checkpoints:
         steps = on_rank_0(mesh, FINDING, self._series.steps)
         for step in reversed(steps):
             try:
-                saved = load(self._series.at(step), self._state)
+                saved = read(self._series.at(step), self._state)
             except UnreadableError:
                 raise
             except CheckpointError as error:
@@ -132,6 +137,8 @@ class Checkpoints:
             on_rank_0(mesh, FINDING, lambda step=step: self._series.remove_after(step))
             self._writer.last = self._tried = step
             self._may_write = True
+            if states := saved.pop(RANDOM_STATES, None):  # those of earlier versions have none
+                set_random_states(states[mesh.rank % len(states)], self._device)
             return saved
         if reasons:
             raise CheckpointError("; ".join(reasons))
@@ -149,16 +156,16 @@ class Checkpoints:
             Whether one was written, or begun.
 
         Raises:
-            CheckpointError: as for `write`.
+            CheckpointError, ConfigurationError: as for `write`.
         """
-        every = self._every_steps
+        every, step = self._every_steps, self._checked(step)
         if not every or step // every <= self._tried // every:
             return False
         self.write(step, values)
         return True
 
     def write(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """Writes one now, or begins to; one that is still being written is waited for before.
+        """Writes one now, or begins to; one that is still being written is waited for before. One of a step stays.
 
         Args:
             step: after which it is.
@@ -168,13 +175,18 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank: it cannot be written, or the one before could not. The others are as they
                 were, and the next may be written. Also where the folder has checkpoints that nothing was resumed from.
+            ConfigurationError: the step is no whole number, or one before the newest.
         """
+        step = self._checked(step)
         self._check_begun()
         tables, values = self._parts.tables, dict(values or {})
         wait_for_those_before(tables.collections)
         if both := sorted(set(values) & set(self._state)):
             raise ConfigurationError(f"{both[0]!r} is a value and a part of the state too; give the value another name")
-        dense = prepared(tables.mesh, lambda: {**self._parts.state("elsewhere"), **values})
+        if step == self.last > 0:
+            return
+        everyone = gather_objects(tables.mesh, random_states(self._device), WRITING)
+        dense = prepared(tables.mesh, lambda: {**self._parts.state("elsewhere"), **values, RANDOM_STATES: everyone})
         self._tried = step
         try:
             self._writer.begin(step, dense, {"steps": step, "written": utc_text()})
@@ -197,6 +209,17 @@ class Checkpoints:
             self._writer.wait()
         except OSError as error:
             raise _failure(step, error) from error
+
+    def _checked(self, step: int) -> int:
+        """A step that can come now."""
+        if isinstance(step, bool) or not isinstance(step, Integral):
+            raise ConfigurationError(f"the step is {step!r}; it must be a whole number")
+        if step < max(self._tried, self.last):
+            raise ConfigurationError(
+                f"step {step:,} comes after {max(self._tried, self.last):,}, which a checkpoint was of; count steps "
+                "over all epochs, and from `last` on where a loop goes on"
+            )
+        return int(step)
 
     def _check_begun(self) -> None:
         """Raises where what is in the folder would be taken for this loop's."""

@@ -6,10 +6,9 @@ The rows are as `rowmesh.checkpoint` writes them, by table and row; the other st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
@@ -19,9 +18,8 @@ from rowmesh.checkpoint.together import on_every_rank
 from rowmesh.errors import CheckpointError
 from rowmesh.mesh import Mesh
 from rowmesh.parts import Parts, check_plain
-
-if TYPE_CHECKING:
-    from rowmesh.collection import EmbeddingCollection
+from rowmesh.random_states import RANDOM_STATES
+from rowmesh.turns import take_turn, wait_for_those_before
 
 logger = logging.getLogger("rowmesh")
 
@@ -87,13 +85,6 @@ class Saving:
         return self._save.wait(timeout_s)
 
 
-class _Awaited(Protocol):
-    def wait(self) -> object: ...
-
-
-_under_way: WeakKeyDictionary[EmbeddingCollection, _Awaited] = WeakKeyDictionary()
-
-
 def async_save(
     folder: str | Path,
     state: Mapping[str, Any],
@@ -140,27 +131,6 @@ def async_save(
     saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, peers=peers, room=room))
     take_turn(collections, saving)
     return saving
-
-
-def wait_for_those_before(collections: Iterable[EmbeddingCollection]) -> None:
-    """Waits until nothing of these is being written beside training. Collective.
-
-    Raises:
-        CheckpointError: it could not be.
-    """
-    for before in filter(None, [_under_way.pop(each, None) for each in collections]):
-        before.wait()
-
-
-def take_turn(collections: Iterable[EmbeddingCollection], saving: _Awaited) -> None:
-    """Says that these are being written: whoever is next waits for it."""
-    _under_way.update(dict.fromkeys(collections, saving))
-
-
-def end_turn(collections: Iterable[EmbeddingCollection]) -> None:
-    """Says that these are being written no more."""
-    for each in collections:
-        _under_way.pop(each, None)
 
 
 def _state_for(folder: Path, parts: Parts, *, overwrite: bool) -> dict[str, Any]:
@@ -215,17 +185,23 @@ def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -
             loaded by then.
         ConfigurationError: as for `save`.
     """
+    saved = read(folder, state, verify=verify)
+    saved.pop(RANDOM_STATES, None)
+    return saved
+
+
+def read(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:
+    """What `load` does, which returns all that a checkpoint has."""
     folder, parts = Path(folder), Parts(state)
     tables, saved = parts.tables, {}
-    wait_for_those_before(tables.collections)  # whose rows are those of their moment
     tables.barrier()  # no rank looks rows up any more
 
-    def read() -> None:
+    def fill() -> None:
         saved.update(checkpoint.load(folder, tables, optimizer_state=parts.has_optimizer, verify=verify))
         if lacking := [name for name in parts.names if name not in saved]:
             raise CheckpointError(f"the model in {folder} has no {lacking}; it has the tables and {sorted(saved)}")
         parts.load(saved, "elsewhere")
 
-    on_every_rank(tables.mesh.peers, read, "loading a model")
+    on_every_rank(tables.mesh.peers, fill, "loading a model")
     tables.barrier()
     return {name: value for name, value in saved.items() if name not in parts.stateful}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import rowmesh
 from rowmesh import Adam, Checkpoints, EmbeddingCollection, Normal, RowWiseAdaGrad, SparseBatch, TableSpec
+from rowmesh.averaged_rows import AveragedRows
 from rowmesh.checkpoint import read_manifest
 from rowmesh.checkpoint.series import Series
 from rowmesh.cli import checkpoint
@@ -201,7 +205,7 @@ def test_the_command_line_shows_them(tmp_path, capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[:2]] == ["1", "2"]
     assert [line.split()[0] for line in lines[2:]] == ["whole"] * 2 + ["checkpoint", "step", "adds", "table", "beside"]
-    assert lines[-1].split() == ["beside", "progress"]
+    assert lines[-1].split() == ["beside", "progress,", "rowmesh.random_states"]
 
 
 def test_checkpoints_of_another_loop_are_not_taken_for_its_own(tmp_path):
@@ -279,3 +283,109 @@ def test_plain_values_belong_to_steps(tmp_path):
         pytest.raises(ConfigurationError, match=r"'tables' is a value and a part of the state too"),
     ):
         checkpoints.write(1, {"tables": 3})
+
+
+def small(value=0.0):
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=50, dim=4)])
+    for piece in embeddings.held_rows("item"):
+        piece.values.fill_(value)
+    return embeddings
+
+
+def rows_of(embeddings):
+    return torch.cat([piece.values.clone() for piece in embeddings.held_rows("item")])
+
+
+def train_with_dropout(mesh, folder, last_step):
+    """Ranks draw other numbers, and update rows by them."""
+    random.seed(mesh.rank)
+    np.random.seed(mesh.rank)
+    torch.manual_seed(mesh.rank)
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=50, dim=4)], mesh=mesh)
+    dropout, sparse = torch.nn.Dropout(0.5), rowmesh.EmbeddingOptimizer(embeddings)
+    parts = {"embeddings": embeddings, "sparse": sparse}
+    losses = []
+    with Checkpoints(folder, parts, every_steps=3) as checkpoints:
+        checkpoints.resume()
+        for step in range(checkpoints.last, last_step):
+            vectors = embeddings(SparseBatch.from_bags({"item": [[step], [step + 9]]}))["item"]
+            sparse.zero_grad()
+            loss = dropout(vectors).pow(2).sum()
+            loss.backward()
+            losses.append((loss.item(), np.random.random(), random.random()))
+            sparse.step()
+            checkpoints.step(step + 1)
+    embeddings.close()
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_random_numbers_go_on_where_they_were(ranks: RankPool, tmp_path, world_size):
+    def lives(name, *last_steps):
+        return [ranks.run(train_with_dropout, tmp_path / name, last, world_size=world_size) for last in last_steps]
+
+    random_before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    ((untouched,), (_, resumed)) = lives("untouched", 9), lives("killed", 5, 9)
+    assert resumed == [losses[3:] for losses in untouched]
+    random.setstate(random_before[0])
+    np.random.set_state(random_before[1])
+    torch.set_rng_state(random_before[2])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_of_the_same_step_stays(tmp_path, options):
+    with Checkpoints(tmp_path, {"embeddings": small()}, every_steps=2, keep_last=1, **options) as checkpoints:
+        checkpoints.resume()
+        for step in range(1, 5):
+            checkpoints.step(step)
+        checkpoints.wait()
+        with arm("checkpoint.prepare=ENOSPC"):
+            checkpoints.write(4)
+        checkpoints.wait()
+        assert checkpoints.last == 4
+    with Checkpoints(tmp_path, {"embeddings": small()}) as checkpoints:
+        checkpoints.resume()
+        assert checkpoints.last == 4
+
+
+def test_steps_that_cannot_come_are_refused(tmp_path):
+    with Checkpoints(tmp_path, {"embeddings": small()}, every_steps=2) as checkpoints:
+        for step in range(1, 7):
+            checkpoints.step(step)
+        for call in (checkpoints.step, checkpoints.write):
+            with pytest.raises(ConfigurationError, match=r"step 1 comes after 6.*count steps over all epochs"):
+                call(1)
+            with pytest.raises(ConfigurationError, match=r"the step is 8\.0; it must be a whole number"):
+                call(8.0)
+        assert checkpoints.step(np.int64(8))
+    assert Series(tmp_path).steps() == [6, 8]
+
+
+@contextmanager
+def late(seconds=0.3):
+    """Rows are read late: what does not wait for them comes before."""
+    with arm(point="snapshot.read", action=lambda: time.sleep(seconds)):
+        yield
+
+
+@pytest.mark.parametrize("how", ["load", "load_state_dict", "averages"])
+def test_rows_that_are_set_meanwhile_are_not_written(tmp_path, how):
+    embeddings, other = small(2.0), small(3.0)
+    rowmesh.save(tmp_path / "other", {"embeddings": other})
+    averages = AveragedRows(embeddings, 0.5)
+    averages.update()
+    for piece in embeddings.held_rows("item"):
+        piece.values.fill_(1.0)
+    with late(), Checkpoints(tmp_path / "series", {"embeddings": embeddings}, asynchronous=True) as checkpoints:
+        checkpoints.write(1)
+        if how == "load":
+            rowmesh.load(tmp_path / "other", {"embeddings": embeddings})
+        elif how == "load_state_dict":
+            embeddings.load_state_dict(other.state_dict())
+        else:
+            with averages.applied():
+                assert rows_of(embeddings).eq(2.0).all()
+        assert rows_of(embeddings).eq(1.0 if how == "averages" else 3.0).all()
+    with Checkpoints(tmp_path / "series", {"embeddings": other}) as checkpoints:
+        checkpoints.resume()
+    assert rows_of(other).eq(1.0).all()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import time
 import warnings
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -493,3 +496,38 @@ def fail_beside_training(mesh, folder):
 
 def test_what_went_wrong_beside_training_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path):
     ranks.run(fail_beside_training, tmp_path)
+
+
+def test_a_save_waits_for_what_is_written_beside_training(tmp_path):
+    """Each removes what others left in the folder."""
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=50, dim=4)])
+    with arm(point="snapshot.read", action=lambda: time.sleep(0.3)):
+        saving = rowmesh.async_save(tmp_path / "model", {"embeddings": embeddings, "step": 1})
+        rowmesh.save(tmp_path / "model", {"embeddings": embeddings, "step": 2}, overwrite=True)
+    assert saving.is_done
+    assert rowmesh.load(tmp_path / "model", {"embeddings": embeddings}) == {"step": 2}
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (np.float64(1.0), r"float64, .*\.item\(\) makes a plain number of it"),
+        ({"best": [np.str_("a")]}, "'best'"),
+        (defaultdict(int), "defaultdict"),
+        (namedtuple("Pair", "a b")(1, 2), "Pair"),
+        (signal.SIGTERM, "Signals"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(tmp_path, value, said):
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=50, dim=4)])
+    with pytest.raises(CheckpointError, match=said):
+        rowmesh.save(tmp_path / "model", {"embeddings": embeddings, "value": value})
+    assert not (tmp_path / "model").exists()
+
+
+def test_what_is_written_can_be_read(tmp_path):
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=50, dim=4)])
+    values = {"counter": Counter("ab"), "ordered": OrderedDict(a=1), "set": {1}, "tuple": (1, "a", None, b"b", True)}
+    values |= {"size": torch.Size([2]), "dtype": torch.float32, "device": torch.device("cpu")}
+    rowmesh.save(tmp_path / "model", {"embeddings": embeddings, **values})
+    assert rowmesh.load(tmp_path / "model", {"embeddings": embeddings}) == values

@@ -24,6 +24,7 @@ from rowmesh.observe import MemoryGauge
 from rowmesh.observe.step_clock import StepClock
 from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import BatchInFlight
+from rowmesh.random_states import random_states, seed_step, set_random_states
 from rowmesh.state_form import in_form
 from rowmesh.train.best import BestModel
 from rowmesh.train.checkpoints import Checkpoints
@@ -37,7 +38,6 @@ from rowmesh.train.job import Job
 from rowmesh.train.losses import Losses
 from rowmesh.train.progressive import Progressive
 from rowmesh.train.publications import Publications
-from rowmesh.train.random_states import random_states, seed_step, set_random_states
 from rowmesh.train.requests import NUM_FLAGS, Requests
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog

@@ -37,6 +37,7 @@ from rowmesh.mesh.patience import LOOK_S, patiently
 from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import last_step
+from rowmesh.random_states import random_states, unseeded
 from rowmesh.tables import DenseArena, TableSpec
 from rowmesh.tables.cores import Cores
 from rowmesh.train.checkpoints import Checkpoints
@@ -44,7 +45,6 @@ from rowmesh.train.checks import naming_lost_peers
 from rowmesh.train.drift import Drift
 from rowmesh.train.gradients import saved_buffers
 from rowmesh.train.job import Job
-from rowmesh.train.random_states import random_states, unseeded
 from rowmesh.train.requests import Requests
 from rowmesh.train.run_folder import RunFolder
 
@@ -196,7 +196,7 @@ class Survivors:
         if lost := self._lost():
             raise PeerError(f"rank {lost[0]} of them is lost")
         if len(self._members) == 1:
-            return Peers()
+            return Peers(name=self._members.__getitem__)
         limit = timedelta(seconds=min(_LONGEST_S, self._job.config.checkpoint.grace_s))
         members = list(self._members)
         group = patiently(

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+RANDOM_STATES = "rowmesh.random_states"
+"""Under which name a checkpoint of one's own loop has those of all ranks."""
+
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """What random numbers will follow in this process, on the host and on `device`."""

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from rowmesh.train.random_states import random_states, set_random_states
+from rowmesh.random_states import random_states, set_random_states
 
 CPU = torch.device("cpu")
 
