@@ -98,7 +98,8 @@ def train_and_die(mesh, config, place):
     ("place", "doing"),
     [
         ("rowmesh.train.commands.describe", "setting up"),
-        ("rowmesh.checkpoint.save", "saving the model"),
+        # Whether or not rank 0 has begun to write when it looks.
+        ("rowmesh.checkpoint.save", "(saving the model|writing a checkpoint)"),
         ("rowmesh.train.evaluate.AllPredictions", "evaluating test"),
     ],
 )
