@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import finalize
 
 from rowmesh.checkpoint.series import Series
 from rowmesh.checkpoint.write import WRITING
@@ -31,7 +33,8 @@ class Checkpoints:
 
     Collective: every rank makes one, with the same arguments, and calls the same methods after the same steps, with
     nothing of a pipeline under way. All ranks must see the folder. It has a folder a checkpoint, named by its step,
-    which `rowmesh checkpoint list | verify | show | compact` and `rowmesh.load` read.
+    which `rowmesh checkpoint list | verify | show | compact` and `rowmesh.load` read. From `resume` or the first
+    checkpoint until the end of the block no other loop or run may write there.
 
     Args:
         folder: of the checkpoints, and of nothing else.
@@ -91,6 +94,7 @@ class Checkpoints:
         rules = Rules(asynchronous, incremental, keep_last, keep_every, copy_bytes)
         self._writer = Writer(self._series, tables, tables.mesh, rules)
         self._may_write, self._device = False, tables.collections[0].device
+        self._leave: finalize | None = None  # lets others into the folder; on rank 0
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +107,8 @@ class Checkpoints:
         finally:
             end_turn(self._parts.tables.collections)
             self._writer.close()
+            if self._leave is not None:
+                self._leave()
 
     @property
     def last(self) -> int:
@@ -120,10 +126,11 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank: all are damaged or do not fit; says how. Or the system refused to read one,
-                which says nothing of it: none is removed.
+                which says nothing of it: none is removed. Or the folder cannot be written in.
+            RowmeshError: on every rank: another loop or run has its checkpoints there.
         """
         mesh, reasons = self._parts.tables.mesh, []
-        steps = on_rank_0(mesh, FINDING, self._series.steps)
+        steps = on_rank_0(mesh, FINDING, self._claimed_steps)
         for step in reversed(steps):
             try:
                 saved = read(self._series.at(step), self._state)
@@ -175,6 +182,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank: it cannot be written, or the one before could not. The others are as they
                 were, and the next may be written. Also where the folder has checkpoints that nothing was resumed from.
+            RowmeshError: on every rank: another loop or run has its checkpoints there.
             ConfigurationError: the step is no whole number, or one before the newest.
         """
         step = self._checked(step)
@@ -225,13 +233,24 @@ class Checkpoints:
         """Raises where what is in the folder would be taken for this loop's."""
         if self._may_write:
             return
-        steps = on_rank_0(self._parts.tables.mesh, FINDING, self._series.steps)
+        steps = on_rank_0(self._parts.tables.mesh, FINDING, self._claimed_steps)
         if steps:
             raise CheckpointError(
                 f"{self._series.folder} has checkpoints, the newest after step {steps[-1]:,}; call resume() to go on "
                 "from it, or give another folder"
             )
         self._may_write = True
+
+    def _claimed_steps(self) -> list[int]:
+        """What is in the folder, which is this loop's from now on."""
+        if self._leave is None or not self._leave.alive:
+            with ExitStack() as claim:
+                try:
+                    claim.enter_context(self._series.held("give this one a folder of its own"))
+                except OSError as error:
+                    raise CheckpointError(f"cannot write in {self._series.folder}: {described(error)}") from error
+                self._leave = finalize(self, claim.pop_all().close)  # also where no block ends
+        return self._series.steps()
 
 
 def _failure(step: int, error: OSError) -> CheckpointError:

@@ -18,7 +18,7 @@ from rowmesh.averaged_rows import AveragedRows
 from rowmesh.checkpoint import read_manifest
 from rowmesh.checkpoint.series import Series
 from rowmesh.cli import checkpoint
-from rowmesh.errors import CheckpointError, ConfigurationError
+from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError
 from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
@@ -217,6 +217,37 @@ def test_checkpoints_of_another_loop_are_not_taken_for_its_own(tmp_path):
     ):
         checkpoints.step(1)
     assert Series(tmp_path).steps() == [100]
+
+
+def test_a_second_loop_is_kept_out_until_the_first_ends(tmp_path):
+    def again() -> Checkpoints:
+        return Checkpoints(tmp_path / "series", {"tables": one_table()})
+
+    with again() as checkpoints:
+        assert checkpoints.resume() == {}
+        for call in (again().resume, lambda: again().write(1)):
+            with pytest.raises(RowmeshError, match=r"another run or loop has its checkpoints in .*series; wait for it"):
+                call()
+        checkpoints.write(2)
+    with again() as checkpoints:
+        checkpoints.resume()
+        assert checkpoints.last == 2
+    assert [path.name for path in (tmp_path / "series").iterdir()] == ["step-000000002"]
+
+
+def test_a_loop_that_writes_nothing_leaves_no_folder(tmp_path):
+    with Checkpoints(tmp_path / "series", {"tables": one_table()}) as checkpoints:
+        checkpoints.resume()
+    assert not (tmp_path / "series").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "series").write_text("no folder")
+    with (
+        Checkpoints(tmp_path / "series", {"tables": one_table()}) as checkpoints,
+        pytest.raises(CheckpointError, match=r"cannot write in .*series: "),
+    ):
+        checkpoints.resume()
 
 
 def fail_beside_steps(mesh, folder):

@@ -23,10 +23,12 @@ from rowmesh.checkpoint.manifest import MANIFEST, step_name
 from rowmesh.errors import CheckpointError
 from rowmesh.faults import reach
 from rowmesh.files.atomic import sync_folder
+from rowmesh.files.lock import exclusive
 
 STEP_PATTERN = r"step-(\d{9,})"
 CLAIM_PATTERN = STEP_PATTERN + r"\.survivors-of-\d+"
 BEST = "best"
+LOCK = ".checkpoints.lock"
 
 
 class Series:
@@ -42,6 +44,26 @@ class Series:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @contextlib.contextmanager
+    def held(self, advice: str) -> Iterator[None]:
+        """Keeps other writers out of the folder, which is made here, and removed at the end where nothing is in it.
+
+        Args:
+            advice: what a second one may do instead.
+
+        Raises:
+            RowmeshError: another one writes there.
+            OSError: the folder cannot be written in.
+        """
+        refusal = f"another run or loop has its checkpoints in {self.folder}; wait for it, or {advice}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with exclusive(self.folder / LOCK, refusal):
+                yield
+        finally:
+            with contextlib.suppress(OSError):  # not there, or with something in it
+                self.folder.rmdir()
 
     def at(self, step: int) -> Path:
         """The folder of the checkpoint after a step."""

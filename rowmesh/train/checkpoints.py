@@ -19,7 +19,6 @@ from rowmesh.errors import PeerError, RowmeshError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
 from rowmesh.files.links import link_tree
-from rowmesh.files.lock import exclusive
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.placement.text import bytes_text
 from rowmesh.train.config import Config
@@ -29,7 +28,6 @@ from rowmesh.train.run_folder import CONFIG, UNFINISHED, RunFolder
 from rowmesh.train.section import AUTO
 
 LOOK_S = 0.1
-LOCK = ".checkpoints.lock"
 
 
 @contextlib.contextmanager
@@ -43,22 +41,12 @@ def held_folder(config: Config) -> Iterator[None]:
         yield
         return
     folder = Path(config.checkpoint.folder)
-    refusal = (
-        f"another run has its checkpoints in {folder}; wait for it, or give this one checkpoint.folder=… of its own"
-    )
     with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.callback(_remove_empty, folder)
-            stack.enter_context(exclusive(folder / LOCK, refusal))
+            stack.enter_context(Series(folder).held("give this one checkpoint.folder=… of its own"))
         except OSError as error:
             raise RowmeshError(f"cannot write in checkpoint.folder {folder}: {error.strerror or error}") from None
         yield
-
-
-def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
 
 
 def series_of(config: Config, run: RunFolder) -> Series:

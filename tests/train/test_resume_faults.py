@@ -146,7 +146,7 @@ def test_two_runs_share_no_folder_of_checkpoints(config_file, tmp_path, resume):
     shared, refused = f"checkpoint.folder={tmp_path / 'checkpoints'}", []
 
     def begin_another():
-        with pytest.raises(RowmeshError, match=r"another run has its checkpoints in .*checkpoints; wait for it"):
+        with pytest.raises(RowmeshError, match=r"another run or loop has its .*checkpoints; wait for it"):
             train(config_file, shared, f"run.folder={tmp_path / 'other'}", resume=resume)
         refused.append((tmp_path / "other").exists())
 
