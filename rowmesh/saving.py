@@ -48,6 +48,7 @@ def save(
         CheckpointError: on every rank: there is a checkpoint in the folder, or a value that could not be read again, or
             a rank cannot write; names it.
         ConfigurationError: no module has tables, or two have tables of the same name.
+        PeerError: a rank died, or was stopped for the mesh's timeout; names it.
 
     Example:
         >>> import tempfile
@@ -81,6 +82,7 @@ class Saving:
 
         Raises:
             CheckpointError: on every rank, as `save`. It is raised by the next `async_save` too.
+            PeerError: as `save`.
         """
         return self._save.wait(timeout_s)
 
@@ -110,7 +112,7 @@ def async_save(
 
     Raises:
         CheckpointError: as `save`; also where the one before could not be written.
-        ConfigurationError: as `save`.
+        ConfigurationError, PeerError: as `save`.
 
     Example:
         >>> import tempfile
@@ -183,7 +185,7 @@ def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -
     Raises:
         CheckpointError: on every rank: something is missing or damaged, or does not fit; names it. Some of it may be
             loaded by then.
-        ConfigurationError: as for `save`.
+        ConfigurationError, PeerError: as for `save`.
     """
     saved = read(folder, state, verify=verify)
     saved.pop(RANDOM_STATES, None)
