@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowmesh.data.epochs import EpochLoader
 from rowmesh.data.order import EpochOrder
 from rowmesh.data.prefetch import prefetch as run_ahead
 from rowmesh.data.prepared import Prepared
@@ -56,7 +56,7 @@ class Batch:
         return Batch(self.dense[samples], take(self.sparse, samples), self.labels[samples], weights)
 
 
-class Loader:
+class Loader(EpochLoader[Batch]):
     """Iterates over one split of a prepared data set.
 
     Every global batch is cut into contiguous parts, one a rank, whose sizes differ by one at most: ranks of
@@ -100,14 +100,9 @@ class Loader:
         prefetch: int = 2,
         window_blocks: int = 16,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size must be 1 or more, got {batch_size}")
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank {rank} is not below world size {world_size}")
-        if prefetch < 0 or window_blocks < 1:
-            raise ConfigurationError(
-                f"prefetch must be 0 or more and window_blocks 1 or more, got {prefetch} and {window_blocks}"
-            )
+        super().__init__(batch_size, rank, world_size, prefetch)
+        if window_blocks < 1:
+            raise ConfigurationError(f"window_blocks must be 1 or more, got {window_blocks}")
         self.prepared = folder if isinstance(folder, Prepared) else Prepared.open(folder)
         self.split = split
         self.prepared.split_path(split)  # which refuses a split that does not exist
@@ -118,13 +113,7 @@ class Loader:
         if self.num_samples == 0:
             raise DataError(f"{self.prepared.folder}: split {split!r} has no samples; prepare the data again")
         self._file = SplitFile(self.prepared, split, self.span)
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.prefetch, self.window_blocks = prefetch, window_blocks
-        self.epoch = 0
-        self.waited_s = 0.0
-        """How long iterating has waited for batches that were not ready, in total."""
-        self._next_batch = 0
+        self.shuffle, self.seed, self.drop_last, self.window_blocks = shuffle, seed, drop_last, window_blocks
 
     @property
     def num_samples(self) -> int:
@@ -137,62 +126,7 @@ class Loader:
         full, rest = divmod(self.num_samples, self.batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        if self._next_batch >= self.num_batches:
-            self._next_epoch()
-        batches = run_ahead(self._make(self.epoch, self._next_batch), self.prefetch)
-        try:
-            while True:
-                start = time.perf_counter()
-                batch = next(batches, None)
-                self.waited_s += time.perf_counter() - start
-                if batch is None:
-                    break
-                self._next_batch += 1  # before the yield: the loop's body has this batch
-                yield batch
-            self._next_epoch()
-        finally:
-            batches.close()
-
-    def reset(self) -> None:
-        """Goes back to the start of the first epoch."""
-        self.epoch, self._next_batch = 0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded, and what it means; equal on all ranks."""
-        epoch, batch = self.epoch, self._next_batch
-        if batch >= self.num_batches:
-            epoch, batch = epoch + 1, 0
-        return {"epoch": epoch, "batch": batch, **self._identity()}
-
-    def state_after(self, batches: int) -> dict[str, Any]:
-        """As `state_dict`, of a loader that has yielded so many batches since the start of its first epoch.
-
-        For a loop whose batches are read ahead of its steps: the position of the steps, not that of the reader.
-        """
-        epoch, batch = divmod(batches, self.num_batches)
-        return {"epoch": epoch, "batch": batch, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a position, also one saved under another world size.
-
-        Raises:
-            ConfigurationError: the position was saved for another order of batches.
-        """
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise ConfigurationError(
-                    f"the loader's position was saved with {name} = {state.get(name)!r}, this run has "
-                    f"{value!r}; batches would come in another order. Use the same value, "
-                    "or start without the position"
-                )
-        self.epoch, self._next_batch = int(state["epoch"]), int(state["batch"])
-
     def _identity(self) -> dict[str, Any]:
-        """All that the order of global batches depends on."""
         return {
             "split": self.split,
             "num_samples": self.num_samples,
@@ -203,11 +137,7 @@ class Loader:
             **({"first_sample": self.span.start} if self.span.start else {}),
         }
 
-    def _next_epoch(self) -> None:
-        self.epoch, self._next_batch = self.epoch + 1, 0
-
     def _make(self, epoch: int, first_batch: int) -> Iterator[Batch]:
-        """Yields the rank's part of each batch from `first_batch` on."""
         order = EpochOrder(
             self.num_samples,
             self.prepared.block_samples,

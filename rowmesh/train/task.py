@@ -52,13 +52,12 @@ class StepBatch(Protocol):
 
 
 class TrainingLoader(Protocol):
-    """Batches of one rank in a reproducible order.
+    """Batches of one rank in a reproducible order."""
 
-    Attributes:
-        waited_s: how long iterating has waited for batches.
-    """
-
-    waited_s: float
+    @property
+    def waited_s(self) -> float:
+        """How long iterating has waited for batches."""
+        ...
 
     @property
     def num_batches(self) -> int | None:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rowmesh.data.epochs import EpochLoader
 from rowmesh.data.events.balance import balance
 from rowmesh.data.events.batch import SequenceBatch, spans
 from rowmesh.data.events.sequences import Sequences, SplitName
-from rowmesh.data.prefetch import prefetch as run_ahead
 from rowmesh.errors import ConfigurationError, DataError
 
 
-class SequenceLoader:
+class SequenceLoader(EpochLoader[SequenceBatch]):
     """Iterates over the users of one split.
 
     A global batch is `batch_size` users; which, depends on the seed and the epoch alone. Its users are shared out over
@@ -56,17 +56,11 @@ class SequenceLoader:
         seed: int = 0,
         prefetch: int = 2,
     ) -> None:
-        if batch_size < 1 or max_length < 1 or prefetch < 0:
-            raise ConfigurationError(
-                "batch_size and max_length must be 1 or more and prefetch 0 or more, got "
-                f"{batch_size}, {max_length} and {prefetch}"
-            )
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank {rank} is not below world size {world_size}")
-        self.sequences, self.split = sequences, split
-        self.batch_size, self.max_length = batch_size, max_length
-        self.rank, self.world_size = rank, world_size
-        self.shuffle, self.seed, self.prefetch = shuffle, seed, prefetch
+        super().__init__(batch_size, rank, world_size, prefetch)
+        if max_length < 1:
+            raise ConfigurationError(f"max_length must be 1 or more, got {max_length}")
+        self.sequences, self.split, self.max_length = sequences, split, max_length
+        self.shuffle, self.seed = shuffle, seed
         self._users = sequences.users(split)
         if not len(self._users):
             raise DataError(
@@ -78,7 +72,6 @@ class SequenceLoader:
         self._starts = np.maximum(whole, self._ends - max_length)
         self.num_cut_events = int((self._starts - whole).sum())
         """Events of an epoch that are not read, because their users have more than `max_length`."""
-        self.epoch, self._next_batch = 0, 0
 
     @property
     def num_users(self) -> int:
@@ -90,46 +83,7 @@ class SequenceLoader:
         """Batches an epoch, the same on every rank."""
         return -(-self.num_users // self.batch_size)
 
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[SequenceBatch]:
-        if self._next_batch >= self.num_batches:
-            self.epoch, self._next_batch = self.epoch + 1, 0
-        batches = run_ahead(self._make(self.epoch, self._next_batch), self.prefetch)
-        try:
-            for batch in batches:
-                self._next_batch += 1  # before the yield: the loop's body has this batch
-                yield batch
-            self.epoch, self._next_batch = self.epoch + 1, 0
-        finally:
-            batches.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded, and what it means; equal on all ranks."""
-        return self.state_after(self.epoch * self.num_batches + self._next_batch)
-
-    def state_after(self, batches: int) -> dict[str, Any]:
-        """As `state_dict`, of a loader that has yielded so many batches since the start of its first epoch."""
-        epoch, batch = divmod(batches, self.num_batches)
-        return {"epoch": epoch, "batch": batch, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a position, also one saved under another world size.
-
-        Raises:
-            ConfigurationError: the position was saved for another order of batches.
-        """
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise ConfigurationError(
-                    f"the loader's position was saved with {name} = {state.get(name)!r}, this run has {value!r}; "
-                    "batches would be others. Use the same value, or start without the position"
-                )
-        self.epoch, self._next_batch = int(state["epoch"]), int(state["batch"])
-
     def _identity(self) -> dict[str, Any]:
-        """All that the global batches depend on."""
         return {
             "split": self.split,
             "num_users": self.num_users,

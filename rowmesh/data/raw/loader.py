@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rowmesh.data.codes import map_ids
+from rowmesh.data.epochs import check_parts
 from rowmesh.data.loader import Batch
 from rowmesh.data.prefetch import prefetch as run_ahead
 from rowmesh.data.quarantine import BadRows
@@ -85,10 +86,7 @@ class RawLoader:
         prefetch: int = 2,
         agree: Callable[[Readiness], Readiness] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size must be 1 or more, got {batch_size}")
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank {rank} is not below world size {world_size}")
+        check_parts(batch_size, rank, world_size)
         if schema.dense and schema.dense_transform == "standardize":
             raise ConfigurationError(
                 'dense_transform = "standardize" needs the means of all rows, which raw data are not read for; give '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +130,11 @@ class StepLoader:
     ) -> None:
         self._side = tuple(side)
         self._loader, self._scored, self._micro_batches = loader, scored, micro_batches
-        self.waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """How long iterating has waited for batches."""
+        return self._loader.waited_s
 
     @property
     def num_batches(self) -> int:
@@ -139,12 +142,9 @@ class StepLoader:
         return self._loader.num_batches
 
     def __iter__(self) -> Iterator[SequenceStep]:
-        started_s = time.perf_counter()
         for batch in self._loader:
-            self.waited_s += time.perf_counter() - started_s
             position = self._loader.state_dict()
             yield self._step(batch, position["epoch"] * self.num_batches + position["batch"] - 1)
-            started_s = time.perf_counter()
 
     def _step(self, events: SequenceBatch, number: int) -> SequenceStep:
         parts = [events] if self._micro_batches == 1 else events.split(self._micro_batches)
