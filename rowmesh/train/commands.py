@@ -37,10 +37,11 @@ from rowmesh.train.device import check_device
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.fingerprint import Fingerprint, mismatch
 from rowmesh.train.job import Job
-from rowmesh.train.loop import Trainer
+from rowmesh.train.loop import train
 from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
+from rowmesh.train.publications import Publications
 from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
@@ -51,6 +52,7 @@ from rowmesh.train.starting import check_start, start_text
 from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
 from rowmesh.train.tasks import open_data, task_of
+from rowmesh.train.trainer import Trainer
 
 AtEnd = Callable[[RunFolder], str]
 """Something that rank 0 does with the folder of a run at its end; returns a line about it, and never fails."""
@@ -105,7 +107,7 @@ def run_training(
             job_on(config, mesh, data, lambda: resumed_placement(config, mesh, data, start), trains=True)
         )
         trainer = Trainer(job)
-        stack.enter_context(closing(trainer.publications))
+        publications = stack.enter_context(closing(Publications(job)))
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
         former = None if start.steps else check_start(config, lambda: meaning)
@@ -122,10 +124,10 @@ def run_training(
             trainer.begin_with(load_model(job, former.folder, verify, optimizer_state=True))
             _write(mesh, start_text(former))
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
-        trainer.publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
-        trainer.run(begun)
+        publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
+        train(trainer, begun, publications)
         run = _save(job, trainer, claim, meaning)
-        trainer.publications.write_last(trainer.step, claim.log)
+        publications.write_last(trainer.step, claim.log)
         if mesh.rank == 0:
             remove_best(begun, run)
         metrics = _evaluate(job, run, job.task.tested) if job.task.tested else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -29,10 +30,33 @@ class Interval:
     started_s: float = field(default_factory=time.perf_counter)
     before_s: float = 0.0
 
+    def add(self, weight: float, samples: int, loss: float) -> None:
+        """Adds a step."""
+        self.loss += loss
+        self.weight += weight
+        self.samples += samples
+        self.steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of a block."""
+        started_s = time.perf_counter()
+        yield
+        self.started_s += time.perf_counter() - started_s
+
+    @property
+    def resumed_s(self) -> float:
+        """How long it has lasted since it began, or since the run was resumed."""
+        return time.perf_counter() - self.started_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long it has lasted in all."""
+        return self.before_s + self.resumed_s
+
     def to_plain(self, loader_waited_s: float) -> list[float]:
         """For a checkpoint."""
-        elapsed_s = self.before_s + time.perf_counter() - self.started_s
-        return [self.loss, self.weight, self.samples, self.waited_s + loader_waited_s, elapsed_s]
+        return [self.loss, self.weight, self.samples, self.waited_s + loader_waited_s, self.elapsed_s]
 
     @classmethod
     def resumed(cls, saved: Sequence[Sequence[float]], rank: int, world_size: int) -> Interval:

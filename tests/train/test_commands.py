@@ -258,7 +258,7 @@ def test_a_diverging_run_names_the_step(config_file, tmp_path):
 
 def test_losses_that_come_late_are_the_same_and_stop_a_run_before_its_model(config_file, tmp_path, monkeypatch):
     run_training(resolve(config_file, [f"run.folder={tmp_path / 'at_once'}", "train.eval_every=8"]))
-    monkeypatch.setattr("rowmesh.train.loop.Losses", partial(Losses, lag=3))
+    monkeypatch.setattr("rowmesh.train.trainer.Losses", partial(Losses, lag=3))
     run_training(resolve(config_file, [f"run.folder={tmp_path / 'late'}", "train.eval_every=8"]))
     lines = (records(tmp_path / name / "metrics.jsonl") for name in ("at_once", "late"))
     at_once, late = ([line["loss"] for line in of_run if line["kind"] == "train"] for of_run in lines)

@@ -21,9 +21,9 @@ from rowmesh.tables import Dynamic, TableSpec, Uniform
 from rowmesh.train import drift as module
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.drift import Drift
-from rowmesh.train.loop import Trainer
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
+from rowmesh.train.trainer import Trainer
 from tests.support.behaviour import rows_of
 
 TABLES = (TableSpec(name="item", num_rows=2000, dim=4, optimizer=RowWiseAdaGrad(lr=0.1)),)
@@ -131,7 +131,7 @@ def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypat
 
 
 def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, monkeypatch, capsys):
-    def follow(trainer, run):
+    def follow(trainer, run, publications):
         plan = trainer.job.embeddings.plan
         halves = (
             TablePlan(table.shape, (RowRange(0, 1, "replicated"), RowRange(1, table.shape.num_rows)))
@@ -139,7 +139,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
         )
         trainer.job.embeddings.migrate(Plan(tuple(halves), 1, 1, "halves"))
 
-    monkeypatch.setattr(Trainer, "run", follow)
+    monkeypatch.setattr("rowmesh.train.commands.train", follow)
     run_training(resolve(config_file))
     run = RunFolder(tmp_path / "run")
     assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "cyclic")
@@ -150,7 +150,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
 
 
 def test_a_run_that_keeps_its_plan_has_no_other(config_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "run", lambda trainer, run: None)
+    monkeypatch.setattr("rowmesh.train.commands.train", lambda *_: None)
     run_training(resolve(config_file))
     assert not RunFolder(tmp_path / "run").first_plan.exists()
 

@@ -12,12 +12,12 @@ from rowmesh.placement import Plan, TableShape
 from rowmesh.train import preflight
 from rowmesh.train.commands import run_training
 from rowmesh.train.defaults import choose_defaults
-from rowmesh.train.loop import make_optimizer
 from rowmesh.train.network_memory import network_bytes
 from rowmesh.train.networks import make_network, network_dtype
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.resolve import resolve
 from rowmesh.train.tables import table_specs
+from rowmesh.train.trainer import make_optimizer
 
 SHAPE = TableShape("item", 1000, value_bytes=64, gradient_bytes=64)
 

@@ -23,12 +23,12 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.train.build import build
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.job import Job
-from rowmesh.train.loop import Trainer
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.predict import predict
 from rowmesh.train.resolve import resolve
 from rowmesh.train.retrieval import item_ids, towers
 from rowmesh.train.tasks import open_data, task_of
+from rowmesh.train.trainer import Trainer
 from tests.support.clicks import write_config
 from tests.support.labelled import RATING, prepare_labelled
 from tests.support.raw_runs import TABLES, write_raw_run
@@ -148,7 +148,7 @@ def trained(mesh, path, options, steps):
     torch.set_num_threads(1)
     job = made(mesh, path, options)
     trainer = Trainer(job)
-    with closing(trainer._batches()) as batches:
+    with closing(trainer.batches()) as batches:
         losses = [trainer.train_step(next(batches)) for _ in range(steps)]
     scores = job.task.evaluate(job, "test", lambda number: None).as_record()
     found = (

@@ -25,10 +25,10 @@ from rowmesh.train.config import Config
 from rowmesh.train.defaults import choose_defaults
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.job import Job
-from rowmesh.train.loop import Trainer
 from rowmesh.train.own_model import ModelError
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.resolve import resolve
+from rowmesh.train.trainer import Trainer
 from rowmesh.train.value_metrics import ValueMetrics
 from tests.support.clicks import write_config
 from tests.support.labelled import BUY, CLICK, RATING, prepare_labelled

@@ -15,13 +15,13 @@ from rowmesh.mesh.grid import Grid
 from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, full_softmax, sampled_softmax
 from rowmesh.optim import AdaGrad
 from rowmesh.train.build import build
-from rowmesh.train.loop import Trainer
 from rowmesh.train.placement import configured_placement
 from rowmesh.train.resolve import resolve
 from rowmesh.train.sequence.batches import Draws
 from rowmesh.train.sequence.evaluation import vectors_of
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.tasks import open_data, task_of
+from rowmesh.train.trainer import Trainer
 from tests.support.algorithm_1 import Algorithm1
 from tests.support.commands import run_on
 
@@ -55,8 +55,8 @@ def trained(mesh, file, options):
     torch.set_num_threads(1)
     job = made(mesh, file, options)
     trainer = Trainer(job)
-    with closing(trainer._batches()) as batches:
-        losses = [trainer.train_step(next(batches)) for _ in range(trainer._loader.num_batches or 0)]
+    with closing(trainer.batches()) as batches:
+        losses = [trainer.train_step(next(batches)) for _ in range(trainer.loader.num_batches or 0)]
     job.embeddings.synchronize()
     found = losses, all_items(job), [each.detach().clone() for each in job.network.parameters()]
     job.embeddings.close()

@@ -22,7 +22,6 @@ from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, sampled
 from rowmesh.placement import Plan
 from rowmesh.train.build import build
 from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.loop import Trainer
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.resolve import resolve
 from rowmesh.train.sequence.batches import Draws
@@ -31,6 +30,7 @@ from rowmesh.train.sequence.evaluation import RankingEvaluation, vectors_of
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.sequence.recommend import recommend
 from rowmesh.train.tasks import open_data, task_of
+from rowmesh.train.trainer import Trainer
 from tests.support.commands import run_on
 
 RAW = ["model.options.item_ids=raw", "tables.storage=dynamic", "tables.dynamic.shards=4"]
@@ -62,8 +62,8 @@ def trained(mesh, file, options):
     torch.set_num_threads(1)
     job = made(mesh, file, options)
     trainer = Trainer(job)
-    with closing(trainer._batches()) as batches:
-        losses = [trainer.train_step(next(batches)) for _ in range(trainer._loader.num_batches or 0)]
+    with closing(trainer.batches()) as batches:
+        losses = [trainer.train_step(next(batches)) for _ in range(trainer.loader.num_batches or 0)]
     found = losses, all_items(job), job.task.evaluate(job, "test", lambda number: None).as_record()
     job.embeddings.close()
     return found

@@ -17,11 +17,11 @@ from rowmesh.models.sequence.losses import full_softmax
 from rowmesh.placement import Plan
 from rowmesh.train.build import build
 from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.loop import Trainer
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.resolve import resolve
 from rowmesh.train.sequence.recommend import recommend
 from rowmesh.train.tasks import open_data, task_of
+from rowmesh.train.trainer import Trainer
 from tests.support.commands import run_on
 
 ACTIONS = ("look", "", "buy")  # one is missing
@@ -67,7 +67,7 @@ def test_steps_are_those_of_plain_torch(side_file, with_side):
         torch.optim.Adam(network.parameters(), lr=0.02),
     ]
     loader = SequenceLoader(with_side, "train", batch_size=32, max_length=16, shuffle=True)
-    for batch, mine in zip(loader, trainer._batches(), strict=False):
+    for batch, mine in zip(loader, trainer.batches(), strict=False):
         side = [tables[name][batch.side[name]] for name in ("action", "shelf")]
         queries = network(tables["item"][batch.items], batch.offsets, batch.times, batch.request_times, side)
         expected = full_softmax(queries, batch.targets, tables["item"])

@@ -18,13 +18,13 @@ from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, full_so
 from rowmesh.placement import Plan
 from rowmesh.train.build import build
 from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.loop import Trainer
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.resolve import resolve
 from rowmesh.train.sequence.batches import Draws
 from rowmesh.train.sequence.evaluation import vectors_of
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.tasks import open_data, task_of
+from rowmesh.train.trainer import Trainer
 from tests.support.commands import run_on
 
 SIZES = ["model.options.max_length=16", "model.options.dropout=0.0"]  # another model takes none of the file's options
@@ -62,7 +62,7 @@ def test_steps_are_those_of_plain_torch(sequence_file, events, loss):
     optimizers = [torch.optim.Adagrad([items], lr=0.02), torch.optim.Adam(network.parameters(), lr=0.02)]
     draws = Draws(options, events.popularity("validation"), 0)
     loader = SequenceLoader(events, "train", batch_size=32, max_length=16, shuffle=True)
-    for step, (batch, mine) in enumerate(zip(loader, trainer._batches(), strict=False)):
+    for step, (batch, mine) in enumerate(zip(loader, trainer.batches(), strict=False)):
         queries = network(items[batch.items], batch.offsets, batch.times, batch.request_times)
         expected = losses_of(loss, draws, queries, batch, items, 0, step)
         for optimizer in optimizers:
