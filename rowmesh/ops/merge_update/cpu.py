@@ -63,14 +63,7 @@ def change_row(
     arena,
     state1,
     state2,
-    lr,
-    eps,
-    beta1,
-    beta2,
-    rest1,
-    rest2,
-    correction,
-    decay,
+    scalars,
     size,
     dim,
     storage,
@@ -80,7 +73,9 @@ def change_row(
     row_bytes,
     state_bytes,
 ):
-    """One row and its state, given the row's gradient; the formulas of `rowmesh.optim.rules`."""
+    """One row and its state, given its summed gradient; the formulas of `rowmesh.optim.rules`, numbers of `rounded`."""
+    lr, scaling, eps, beta1, beta2, rest1, rest2, correction, decay = scalars
+    gradient = scale(scaling, gradient)
     address = arena + slot * row_bytes
     row = load_row(address, dim, storage)
     if decays:
@@ -107,6 +102,16 @@ def change_row(
         root = add(scale(correction, sqrt_row(second)), splat(eps, dim, out))
         row = axpy(-lr, div(first, root), row)
     store_row(address, row, storage)
+
+
+@inlined
+def rounded(numbers, scalar):
+    """The numbers of a rule in the arithmetic of rows: lr, scaling, eps, β₁, β₂, 1 − β₁, 1 − β₂, correction, decay."""
+    lr, scaling, eps, beta1, beta2, correction, decay = numbers
+    rates, betas = (scalar(lr), scalar(scaling), scalar(eps)), (scalar(beta1), scalar(beta2))
+    # 1 − β before it is rounded: from a float32 β₂ of 0.999 it would be off by 1e-5.
+    rests = scalar(1.0 - beta1), scalar(1.0 - beta2)
+    return rates + betas + rests + (scalar(correction), scalar(decay))
 
 
 @inlined
@@ -172,19 +177,10 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
         arena,
         state1,
         state2,
-        lr_,
-        scaling_,
-        eps_,
-        beta1_,
-        beta2_,
-        correction_,
-        decay_,
+        *numbers,
     ):
         """Sums the chains of the distinct slots first … end − 1 and updates their rows."""
-        lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
-        # 1 − β before it is rounded: from a float32 β₂ of 0.999 it would be off by 1e-5.
-        rest1, rest2 = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_)
-        scaling, correction, decay, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(decay_), SCALAR(DIM)
+        scalars, size = rounded(numbers, SCALAR), SCALAR(DIM)
         for m in range(first, end):
             ahead = load_u32(slots + 4 * min(m + AHEAD, end - 1))
             _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
@@ -192,19 +188,12 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
             total = _sum_chain(load_u32(heads + 4 * m), nexts, addresses, node_ends, num_nodes, DIM, OUT)
             slot = load_u32(slots + 4 * m)
             change_row(
-                scale(scaling, total),
+                total,
                 slot,
                 arena,
                 state1,
                 state2,
-                lr,
-                eps,
-                beta1,
-                beta2,
-                rest1,
-                rest2,
-                correction,
-                decay,
+                scalars,
                 size,
                 DIM,
                 STORAGE,
@@ -227,18 +216,10 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
         arena,
         state1,
         state2,
-        lr_,
-        scaling_,
-        eps_,
-        beta1_,
-        beta2_,
-        correction_,
-        decay_,
+        *numbers,
     ):
         """Sums the output gradients in the cells of each slot, in order, and updates its row."""
-        lr, eps, beta1, beta2 = SCALAR(lr_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
-        rest1, rest2 = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_)
-        scaling, correction, decay, size = SCALAR(scaling_), SCALAR(correction_), SCALAR(decay_), SCALAR(DIM)
+        scalars, size = rounded(numbers, SCALAR), SCALAR(DIM)
         last = load_u32(pointers + 4 * count) - 1
         for m in range(count):
             ahead = load_u32(slots + 4 * min(m + UNSUMMED_AHEAD, count - 1))
@@ -248,19 +229,12 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
             total = first_cell(grad, cells, weights, j, last, DIM, OUT, ELEMENT, OUT_BYTES)
             total = add_cells(total, grad, cells, weights, j + 1, end, last, DIM, OUT, ELEMENT, OUT_BYTES)
             change_row(
-                scale(scaling, total),
+                total,
                 load_u32(slots + 4 * m),
                 arena,
                 state1,
                 state2,
-                lr,
-                eps,
-                beta1,
-                beta2,
-                rest1,
-                rest2,
-                correction,
-                decay,
+                scalars,
                 size,
                 DIM,
                 STORAGE,

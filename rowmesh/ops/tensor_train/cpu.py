@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.ops.merge_update.cpu import RULES
+from rowmesh.ops.merge_update.cpu import RULES, rounded
 from rowmesh.ops.prefixes.cpu import HostPrefixes, Loan
 from rowmesh.ops.simd import FLOAT64, STORAGE, STORAGE_BYTES, copy_bytes, kernel, load_i64, load_u32
 from rowmesh.ops.tensor_train.tile import lanes, multiply, multiply_transposed, tile_of
@@ -284,12 +284,7 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
         state22,
         state31,
         state32,
-        lr_,
-        scaling_,
-        eps_,
-        beta1_,
-        beta2_,
-        correction_,
+        *numbers,
     ):
         """From the summed gradients of the distinct ids' rows to those of the cores, or to updated cores.
 
@@ -298,9 +293,7 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
         so that `gradient2` need not hold more than one (`stride2` 0); those of G₁ and G₃ are complete at the end.
         `product_gradients` and `group_slices` have room for the largest group.
         """
-        lr, scaling, eps, beta1, beta2 = SCALAR(lr_), SCALAR(scaling_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
-        # 1 − β before it is rounded: from a float32 β₂ of 0.999 it would be off by 1e-5.
-        rest1, rest2, correction = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_), SCALAR(correction_)
+        scalars = rounded((*numbers, 0.0), SCALAR)
         for g in range(num_groups):
             second = load_i64(seconds + 8 * g)
             slice2 = core2 + second * SLICE2
@@ -376,14 +369,7 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
                     state22 + at,
                     SLICE2,
                     CHUNK2_BYTES,
-                    lr,
-                    scaling,
-                    eps,
-                    beta1,
-                    beta2,
-                    rest1,
-                    rest2,
-                    correction,
+                    scalars,
                     CHUNK2,
                     STORAGE,
                     RULE,
@@ -398,14 +384,7 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
                 state12,
                 SLICE1,
                 CHUNK1_BYTES,
-                lr,
-                scaling,
-                eps,
-                beta1,
-                beta2,
-                rest1,
-                rest2,
-                correction,
+                scalars,
                 CHUNK1,
                 STORAGE,
                 RULE,
@@ -419,14 +398,7 @@ def backward_kernel(constants: Constants, rule: str | None) -> Any:
                 state32,
                 SLICE3,
                 CHUNK3_BYTES,
-                lr,
-                scaling,
-                eps,
-                beta1,
-                beta2,
-                rest1,
-                rest2,
-                correction,
+                scalars,
                 CHUNK3,
                 STORAGE,
                 RULE,

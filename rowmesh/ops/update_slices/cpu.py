@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rowmesh.ops.merge_update.cpu import RULES, change_row
+from rowmesh.ops.merge_update.cpu import RULES, change_row, rounded
 from rowmesh.ops.simd import (
     FLOAT64,
     STORAGE,
@@ -22,7 +22,6 @@ from rowmesh.ops.simd import (
     load_i64,
     load_row,
     load_scalar,
-    scale,
 )
 
 _UPDATED = 16  # elements that an update alone changes at a time
@@ -46,14 +45,7 @@ def change_slice(
     state2,
     slice_bytes,
     chunk_bytes,
-    lr,
-    scaling,
-    eps,
-    beta1,
-    beta2,
-    rest1,
-    rest2,
-    correction,
+    scalars,
     chunk,
     storage,
     rule,
@@ -61,19 +53,12 @@ def change_slice(
     """A slice of a core and its state, given its gradient, a chunk of elements after the other as if they were rows."""
     for at in range(0, slice_bytes, chunk_bytes):
         change_row(
-            scale(scaling, load_row(gradient + at, chunk, storage)),
+            load_row(gradient + at, chunk, storage),
             0,
             weight + at,
             state1 + at,
             state2 + at,
-            lr,
-            eps,
-            beta1,
-            beta2,
-            rest1,
-            rest2,
-            correction,
-            0.0,
+            scalars,
             chunk,
             chunk,
             storage,
@@ -95,14 +80,7 @@ def change_slices(
     state2,
     slice_bytes,
     chunk_bytes,
-    lr,
-    scaling,
-    eps,
-    beta1,
-    beta2,
-    rest1,
-    rest2,
-    correction,
+    scalars,
     chunk,
     storage,
     rule,
@@ -117,14 +95,7 @@ def change_slices(
             state2 + at,
             slice_bytes,
             chunk_bytes,
-            lr,
-            scaling,
-            eps,
-            beta1,
-            beta2,
-            rest1,
-            rest2,
-            correction,
+            scalars,
             chunk,
             storage,
             rule,
@@ -152,16 +123,10 @@ def _update_kernel(storage: int, rule: str) -> Any:
         core,
         state1,
         state2,
-        lr_,
-        scaling_,
-        eps_,
-        beta1_,
-        beta2_,
-        correction_,
+        *numbers,
     ):
         """Updates the slices of one core whose element of `touched` is not 0; `gradients` is laid out like the core."""
-        lr, scaling, eps, beta1, beta2 = SCALAR(lr_), SCALAR(scaling_), SCALAR(eps_), SCALAR(beta1_), SCALAR(beta2_)
-        rest1, rest2, correction = SCALAR(1.0 - beta1_), SCALAR(1.0 - beta2_), SCALAR(correction_)
+        scalars = rounded((*numbers, 0.0), SCALAR)
         whole = slice_bytes - slice_bytes % CHUNK_BYTES
         for t in range(num_slices):
             if load_scalar(touched + t * ELEMENT, STORAGE) == 0:
@@ -174,14 +139,7 @@ def _update_kernel(storage: int, rule: str) -> Any:
                 state2 + at,
                 whole,
                 CHUNK_BYTES,
-                lr,
-                scaling,
-                eps,
-                beta1,
-                beta2,
-                rest1,
-                rest2,
-                correction,
+                scalars,
                 CHUNK,
                 STORAGE,
                 RULE,
@@ -194,14 +152,7 @@ def _update_kernel(storage: int, rule: str) -> Any:
                 state2 + at,
                 slice_bytes - whole,
                 ELEMENT,
-                lr,
-                scaling,
-                eps,
-                beta1,
-                beta2,
-                rest1,
-                rest2,
-                correction,
+                scalars,
                 1,
                 STORAGE,
                 RULE,
