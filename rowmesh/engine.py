@@ -229,7 +229,7 @@ class Engine:
         route = self.router(batch, self.exchanges, moment, resolve)
         if self.traffic is not None and torch.is_grad_enabled():
             for group in route.groups:
-                group.count_into(self.traffic)
+                group.exchange.count_into(group, self.traffic)
         return route
 
     def _fetch(self, route: Route) -> None:

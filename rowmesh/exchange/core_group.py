@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, HostRouteGroup, table_bounds
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.tensor_train import Lookup
@@ -31,17 +33,14 @@ class CoreGroup:
 
     Args:
         group: the tables.
-        device: where cores are and look-ups run; None: the host.
-
-    Attributes:
         arena: their cores.
         exchange: routes batches.
+
+    Attributes: the same.
     """
 
-    def __init__(self, group: TableGroup, device: torch.device | None) -> None:
-        self.group, self.arena = group, CoreArena(group, device)
-        self._address_map = virtual_addresses(group)
-        self.exchange = GroupExchange(group, self._address_map, self.arena, device)
+    def __init__(self, group: TableGroup, arena: CoreArena, exchange: GroupExchange) -> None:
+        self.group, self.arena, self.exchange = group, arena, exchange
 
     def fetch(self, group: AnyRouteGroup) -> None:
         """Computes the rows of a batch's distinct ids."""
@@ -71,19 +70,20 @@ class CoreGroup:
         """Counts what this rank's batches asked for, distinct within each; forgets what only the update needed."""
         for group in groups:
             group.core_look_ups = ()
-            self._finish(group)
-
-    def _finish(self, group: AnyRouteGroup) -> None:
-        raise NotImplementedError
+            self.exchange.count_alone(group)
 
 
 class HostCoreGroup(CoreGroup):
-    """The same on the host."""
+    """The same on the host.
+
+    Args:
+        group: the tables.
+    """
 
     def __init__(self, group: TableGroup) -> None:
-        super().__init__(group, None)
-        held = self._address_map.held
-        self._first_slots = [next(held(number)).slots.start for number in range(len(group.tables))]
+        arena, address_map = CoreArena(group, None), virtual_addresses(group)
+        super().__init__(group, arena, HostGroupExchange(group, address_map, arena))
+        self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(group.tables))]
 
     def _look_up(self, group: HostRouteGroup, *, keep: bool) -> list[Lookup]:
         look_up, send, row_bytes = group.look_up, group.look_up.send, group.exchange.row_bytes
@@ -102,17 +102,22 @@ class HostCoreGroup(CoreGroup):
         first = int(group.look_up.send.segment_offsets[0, table])
         return group.look_up.summed[first : first + lookup.num_unique]
 
-    def _finish(self, group: HostRouteGroup) -> None:
-        send = group.look_up.send
-        self.exchange.counters.count_tables(send.accesses[0], send.segment_offsets[0])
-
 
 class DeviceCoreGroup(CoreGroup):
-    """The same on a device, which alone knows how many distinct ids there are."""
+    """The same on a device, which alone knows how many distinct ids there are.
+
+    Args:
+        group: the tables.
+        device: where cores are and look-ups run.
+    """
+
+    def __init__(self, group: TableGroup, device: torch.device) -> None:
+        arena, self._device = CoreArena(group, device), device
+        super().__init__(group, arena, DeviceGroupExchange(group, virtual_addresses(group), arena, device))
 
     def _look_up(self, group: DeviceRouteGroup, *, keep: bool) -> list[Lookup]:
         # The unique ids of a table do not begin behind where its ids do, so that as many can be read from there.
-        look_up, unique, device = group.look_up, group.look_up.unique, self.exchange.device
+        look_up, unique, device = group.look_up, group.look_up.unique, self._device
         look_up.source = torch.empty(group.num_unique, self.group.dim, dtype=self.group.dtype, device=device)
         lookups = []
         for table, (begin, end) in enumerate(pairwise(table_bounds(self.group, group.layout))):
@@ -124,9 +129,11 @@ class DeviceCoreGroup(CoreGroup):
     def _row_gradients(self, group: DeviceRouteGroup, table: int, lookup: Lookup) -> Tensor:
         return group.look_up.summed  # of all tables: the look-up knows where its own are
 
-    def _finish(self, group: DeviceRouteGroup) -> None:
-        self.exchange.count_alone(group)
-        group.look_up.drop_gradients()
+    def finish(self, groups: Sequence[DeviceRouteGroup]) -> None:
+        """The same; gradients are forgotten, too."""
+        super().finish(groups)
+        for group in groups:
+            group.look_up.drop_gradients()
 
 
 def virtual_addresses(group: TableGroup) -> AddressMap:

@@ -29,8 +29,10 @@ import torch
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.device_collective import DeviceCollective
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.group import never
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.micro_batch_group import MicroBatchGroup, OnDevice, OnHost
 from rowmesh.exchange.route import ShardGroupRoute
 from rowmesh.exchange.shard_group import ShardGroup
@@ -112,8 +114,9 @@ class WholeExchange:
 
     def __init__(self, shard_group: ShardGroup | CoreShardGroup, obstacle: str, device: str) -> None:
         self.is_on_device, self._shard_group = device != "cpu", shard_group
-        is_ahead = self.is_on_device and shard_group.mesh.world_size == 1
-        self._tiered = [each for each in shard_group.exchanges if is_ahead and each.is_tiered]
+        on_device = [each for each in shard_group.exchanges if isinstance(each, DeviceGroupExchange)]
+        is_alone = shard_group.mesh.world_size == 1
+        self._tiered = [each for each in on_device if is_alone and each.is_tiered]
         self.is_tiered = bool(self._tiered)
         self.reason = f"rows and gradients travel whole: {obstacle}"
         if self.is_tiered:
@@ -223,7 +226,8 @@ class MicroBatchExchange:
             rows, gradients = (_channel(shard_group.mesh, use) for use in USES)
             self._hosts, common = rows, self._common
             how = (rows, gradients, shard_group.mesh.ranks_per_node, form, common)
-            self._groups = [OnHost(exchange, *how, verifies=verifies) for exchange in shard_group.exchanges]
+            on_host = [each for each in shard_group.exchanges if isinstance(each, HostGroupExchange)]
+            self._groups = [OnHost(exchange, *how, verifies=verifies) for exchange in on_host]
         ends = list(accumulate((each.num_sizes for each in self._groups), initial=1))
         self._columns = list(map(slice, ends, ends[1:]))  # of the handshake, of each group
         self._handshake = torch.zeros(shard_group.mesh.world_size, ends[-1], dtype=torch.int64, device="cpu")

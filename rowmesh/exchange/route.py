@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from rowmesh.dynamic.asking import Asked
 from rowmesh.dynamic.leases import Lease
 from rowmesh.errors import IdRangeError
-from rowmesh.ops.look_up import HostLookUp, UniqueIds
+from rowmesh.ops.look_up import HostLookUp
 from rowmesh.ops.look_up.device import DeviceLookUp
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.tensor_train import Lookup
-from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import PinnedRows, TableGroup, TableSpec
 
@@ -24,24 +22,10 @@ if TYPE_CHECKING:
     from rowmesh.exchange.collective import Incoming
     from rowmesh.exchange.device_lanes import Requests
     from rowmesh.exchange.group import GroupExchange
+    from rowmesh.exchange.host_group import HostGroupExchange
 
 Moment = tuple[int, int]
 """Which look-up this is, and after how many steps; for messages."""
-
-
-class Found(NamedTuple):
-    """The distinct ids of a group's batch, before they are placed.
-
-    Attributes:
-        look_up: takes what is found.
-        unique: the ids.
-        asked: the same, as the resolver sees them.
-    """
-
-    look_up: HostLookUp
-    unique: UniqueIds
-    asked: Asked
-
 
 L = TypeVar("L", HostLookUp, DeviceLookUp)
 
@@ -86,16 +70,6 @@ class RouteGroup(Generic[L]):
                 rows.note_use()
                 rows.unpin()
 
-    def count_into(self, traffic: Traffic) -> None:
-        """Adds what is asked for to counted traffic; tensor-train tables ask no rank."""
-        address_map, look_up = self.exchange.address_map, self.look_up
-        if self.exchange.group.storage == "tensor_train":
-            return
-        if isinstance(look_up, HostLookUp):
-            traffic.add(address_map, look_up.send.segment_offsets, look_up.send.accesses)
-        else:  # the host learns it when that is taken
-            traffic.add_on_device(address_map, self.exchange.sizes_on_device(self))
-
     def release(self) -> None:
         """Gives memory back; rows may leave fast memory."""
         if self.pinned is not None:
@@ -103,8 +77,7 @@ class RouteGroup(Generic[L]):
         for lane in self.lanes:
             if lane.held is not None:
                 lane.held.unpin()
-        look_up: Any = self.look_up  # of the same kind as the exchange's
-        self.exchange.look_ups.give_back(look_up)
+        self.exchange.look_ups.give_back(self.look_up)
 
 
 HostRouteGroup = RouteGroup[HostLookUp]
@@ -181,8 +154,8 @@ class Route:
     lease: Lease | None
 
     @classmethod
-    def of_nothing(cls, exchanges: Sequence[GroupExchange]) -> Route:
-        """A route that asks for no row."""
+    def of_nothing(cls, exchanges: Sequence[HostGroupExchange]) -> Route:
+        """A route on the host that asks for no row."""
         route = cls(SparseBatch((), torch.empty(0, dtype=torch.int64, device="cpu"), 0, bag_size=0))
         route.groups = [exchange.nothing() for exchange in exchanges]
         return route

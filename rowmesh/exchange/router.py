@@ -13,16 +13,18 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.errors import DataError, IdRangeError
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.frames import DynamicIds, Framed, Resolve, put_frames
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.route import Found, LateIdCheck, Moment, Route, refusal, table_bounds
+from rowmesh.exchange.host_group import Found, HostGroupExchange
+from rowmesh.exchange.route import LateIdCheck, Moment, Route, refusal, table_bounds
 from rowmesh.layout import Layouts
 from rowmesh.ops.look_up.device_ids import DeviceIds
 from rowmesh.ops.memory import Scratch, held_bytes
@@ -33,9 +35,10 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
 
 _MOST_SHAPES = 64  # of batches that a device remembers
+X = TypeVar("X", bound=GroupExchange)
 
 
-class Router:
+class Router(Generic[X]):
     """Routes batches through all groups of a collection; see `make_router`.
 
     Args:
@@ -53,7 +56,7 @@ class Router:
     def __call__(
         self,
         batch: SparseBatch,
-        exchanges: Sequence[GroupExchange],
+        exchanges: Sequence[X],
         moment: Moment | None = None,
         resolve: Resolve | None = None,
     ) -> Route:
@@ -75,11 +78,7 @@ class Router:
         return self._route(batch, exchanges, moment, resolve)
 
     def _route(
-        self,
-        batch: SparseBatch,
-        exchanges: Sequence[GroupExchange],
-        moment: Moment | None,
-        resolve: Resolve | None,
+        self, batch: SparseBatch, exchanges: Sequence[X], moment: Moment | None, resolve: Resolve | None
     ) -> Route:
         raise NotImplementedError
 
@@ -90,7 +89,7 @@ def make_router(
     rank: int,
     device: torch.device | None = None,
     indexed: Collection[str] = (),
-) -> Router:
+) -> Router[Any]:
     """What routes batches through all groups of a collection.
 
     Args:
@@ -119,7 +118,7 @@ class _Memory:
         return self._view
 
 
-class HostRouter(Router):
+class HostRouter(Router[HostGroupExchange]):
     """Routes batches on the host, over memory that routes give back.
 
     Args:
@@ -141,11 +140,7 @@ class HostRouter(Router):
         return sum(held_bytes(memory) for memory in self._made)
 
     def _route(
-        self,
-        batch: SparseBatch,
-        exchanges: Sequence[GroupExchange],
-        moment: Moment | None,
-        resolve: Resolve | None,
+        self, batch: SparseBatch, exchanges: Sequence[HostGroupExchange], moment: Moment | None, resolve: Resolve | None
     ) -> Route:
         try:
             memory = self.idle.pop()
@@ -174,7 +169,11 @@ class HostRouter(Router):
 
     @staticmethod
     def _resolve(
-        route: Route, exchanges: Sequence[GroupExchange], layouts: Sequence[GroupLayout], inverse: int, resolve: Resolve
+        route: Route,
+        exchanges: Sequence[HostGroupExchange],
+        layouts: Sequence[GroupLayout],
+        inverse: int,
+        resolve: Resolve,
     ) -> Iterator[Found]:
         """Finds the distinct ids of dynamic tables, which become frames."""
         dynamic = [each for each in zip(exchanges, layouts, strict=True) if each[0].is_dynamic]
@@ -210,7 +209,7 @@ class _Shape(NamedTuple):
     mark: Mark
 
 
-class DeviceRouter(Router):
+class DeviceRouter(Router[DeviceGroupExchange]):
     """Routes batches on a device; the host waits for nothing but the frames of dynamic tables.
 
     The ids are brought into the order of the tables before, by the host where the features of the batch are in another
@@ -234,7 +233,7 @@ class DeviceRouter(Router):
     def _route(
         self,
         batch: SparseBatch,
-        exchanges: Sequence[GroupExchange],
+        exchanges: Sequence[DeviceGroupExchange],
         moment: Moment | None,
         resolve: Resolve | None,
     ) -> Route:
@@ -256,14 +255,14 @@ class DeviceRouter(Router):
         for exchange, layout, begins, bags in zip(exchanges, shape.layouts, shape.of_groups, shape.bags, strict=True):
             own = slice(first, first + layout.num_ids)
             bags = bags if weights is None else replace(bags, weights=weights[own])
-            route.groups.append(exchange.route_on_device(rows[own], begins, layout, bags))
+            route.groups.append(exchange.route(rows[own], begins, layout, bags))
             first = own.stop
         for exchange, group in zip(exchanges, route.groups, strict=True):
             exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
         return route
 
     def _put_frames(
-        self, batch: SparseBatch, exchanges: Sequence[GroupExchange], shape: _Shape, resolve: Resolve
+        self, batch: SparseBatch, exchanges: Sequence[DeviceGroupExchange], shape: _Shape, resolve: Resolve
     ) -> Framed:
         """Replaces the ids of dynamic tables by frames."""
         begins = accumulate((layout.num_ids for layout in shape.layouts), initial=0)
