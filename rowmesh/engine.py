@@ -32,7 +32,8 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.route import AnyRouteGroup, Route, Router
+from rowmesh.exchange.route import AnyRouteGroup, Route
+from rowmesh.exchange.router import make_router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
@@ -121,7 +122,6 @@ class Engine:
         self.groups = fuse(tables, plan.replicas)
         self._group_names = tuple(group.name for group in self.groups)
         self.outputs = Outputs(tables, self.groups, options.device)
-        self.router = Router(self.groups, self.outputs.layouts, mesh.rank, options.device)
         shard_groups = ShardGroups(self._rows_mesh, plan, self.groups, options)
         shard_groups.allocate()
         self._take(shard_groups)
@@ -136,7 +136,8 @@ class Engine:
         if self.resolver is not None:
             for means in self._dynamic_means:
                 means.resolver = self.resolver
-            self.router.device_tables = self.resolver.device_tables
+        indexed = () if self.resolver is None else self.resolver.device_tables
+        self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
         self._settling: list[Lease] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
@@ -228,7 +229,7 @@ class Engine:
         route = self.router(batch, self.exchanges, moment, resolve)
         if self.traffic is not None and torch.is_grad_enabled():
             for group in route.groups:
-                group.count_into(self.traffic)
+                group.exchange.count_into(group, self.traffic)
         return route
 
     def _fetch(self, route: Route) -> None:

@@ -21,7 +21,7 @@ from rowmesh.dynamic.resolver import Resolver
 from rowmesh.engine import Engine
 from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
 from rowmesh.exchange.copies import Copies, Relay
-from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
@@ -48,7 +48,7 @@ PHASES = [
     (Engine, "push", "push"),
     (Barrier, "wait", "barrier"),
     (Sources, "merge", "merge"),
-    (GroupExchange, "update", "update"),
+    (HostGroupExchange, "update", "update"),
     (OneSidedTransport, "push", "push"),
     (CollectiveTransport, "_exchange_counts", "counts"),
     (CollectiveGroup, "post_keys", "keys"),

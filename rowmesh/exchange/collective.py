@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rowmesh.counters import CommonCounters
 from rowmesh.exchange.copies import Copies, Relay
-from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.route import HostRouteGroup, Route, Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
@@ -83,7 +83,7 @@ class Incoming:
         return int(self.bounds[-1])
 
 
-class CollectiveTransport(Transport):
+class CollectiveTransport(Transport[HostGroupExchange]):
     """torch.distributed over gloo."""
 
     name = "collective"
@@ -94,7 +94,7 @@ class CollectiveTransport(Transport):
         self._everyone = Channel.between_hosts(mesh)
         self._num_fetches = self._num_pushes = 0
 
-    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+    def connect(self, exchanges: Sequence[HostGroupExchange]) -> None:
         """Prepares the message that opens every fetch and push, and the channels of the second hop."""
         super().connect(exchanges)
         mesh = self._mesh
@@ -205,7 +205,9 @@ class CollectiveGroup:
         common: counts what is not rows, keys or gradients.
     """
 
-    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int, common: CommonCounters) -> None:
+    def __init__(
+        self, exchange: HostGroupExchange, everyone: Channel, ranks_per_node: int, common: CommonCounters
+    ) -> None:
         address_map = exchange.address_map
         self.exchange = exchange
         self._everyone, self._ranks_per_node = everyone, ranks_per_node
@@ -363,7 +365,7 @@ class CollectiveGroup:
 
 
 def merged_requests(
-    exchange: GroupExchange, groups: Sequence[HostRouteGroup], ranks_per_node: int, merger: Merger | None = None
+    exchange: HostGroupExchange, groups: Sequence[HostRouteGroup], ranks_per_node: int, merger: Merger | None = None
 ) -> Sources:
     """Merges the requests of all ranks for some routes, in the order of the ranks; gradients may come later.
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.counters import CommonCounters
-from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.mesh.channel import Channel, Wire
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Buffer, Scratch, held_bytes, round_up
@@ -51,7 +51,7 @@ class Copies:
         common: counts what is not slots or gradients.
     """
 
-    def __init__(self, exchange: GroupExchange, common: CommonCounters) -> None:
+    def __init__(self, exchange: HostGroupExchange, common: CommonCounters) -> None:
         self._exchange, self._common = exchange, common
         self._sum = sum_kernels(exchange.group.dim, STORAGE[exchange.group.dtype])
         self._singles = Singles()
@@ -150,7 +150,7 @@ class Relay:
         merger: the rows this rank owns, over the sums of all nodes; its segments are the relayed ones.
     """
 
-    def __init__(self, exchange: GroupExchange, between: Channel, common: CommonCounters) -> None:
+    def __init__(self, exchange: HostGroupExchange, between: Channel, common: CommonCounters) -> None:
         address_map = exchange.address_map
         self._exchange, self._between, self._common = exchange, between, common
         self._segments = address_map.segments(RELAYS)

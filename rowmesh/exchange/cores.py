@@ -5,124 +5,35 @@ gradients of the cores, which all ranks add up in one fused vector for all table
 are dense, since a batch reads most slices, at 1 M rows about a hundred of each core. Then every rank makes the same
 update. Plans and replicas do not concern them.
 
-On a device all that is long stays there; the host waits for nothing but what [Note: what the host waits for] in
-`rowmesh.ops.look_up.device` says.
-
-Source: EL-Rec §III (look-up, gradients, fused update) and §V (cores on every worker, data-parallel).
+Source: EL-Rec §III (fused update) and §V (cores on every worker, data-parallel).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.counters import CommonCounters
-from rowmesh.errors import ConfigurationError
+from rowmesh.exchange.core_group import CoreGroup, DeviceCoreGroup, HostCoreGroup
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step, check_rates
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, HostRouteGroup, Route, ShardGroupRoute, table_bounds
+from rowmesh.exchange.route import AnyRouteGroup, Route, ShardGroupRoute
 from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
 from rowmesh.exchange.transports import TransportName, transport_for
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums
-from rowmesh.ops.memory import array_at, round_up
+from rowmesh.ops.memory import round_up
 from rowmesh.ops.tensor_train import Lookup
-from rowmesh.placement import AddressMap, Plan, TableShape
-from rowmesh.placement.address_map import MAX_KEY
 from rowmesh.tables import TableGroup
-from rowmesh.tables.cores import CoreArena, Cores
+from rowmesh.tables.cores import Cores
 
 USE = "cores"  # what the process group of sums is for
 _TABLE_ALIGNMENT = 16  # elements: a cache line of float32
-
-
-class CoreGroup:
-    """A group of tensor-train tables, routed as if one rank held all their rows; slots are row numbers.
-
-    Args:
-        group: the tables.
-        device: where cores are and look-ups run; None: the host.
-
-    Attributes:
-        arena: their cores.
-        exchange: routes batches.
-    """
-
-    def __init__(self, group: TableGroup, device: torch.device | None) -> None:
-        self.group, self.arena, address_map = group, CoreArena(group, device), virtual_addresses(group)
-        self.exchange = GroupExchange(group, address_map, self.arena, device)
-        self._first_slots = [next(address_map.held(number)).slots.start for number in range(len(group.tables))]
-
-    def fetch(self, group: AnyRouteGroup) -> None:
-        """Computes the rows of a batch's distinct ids."""
-        keep = torch.is_grad_enabled()
-        is_on_host = self.exchange.device is None
-        group.core_look_ups = self._look_up(group, keep) if is_on_host else self._launch(group, keep)
-
-    def _look_up(self, group: HostRouteGroup, keep: bool) -> list[Lookup]:
-        look_up, send, row_bytes = group.look_up, group.look_up.send, group.exchange.row_bytes
-        rows = look_up.received.reserve(group.num_unique * row_bytes)
-        addresses = array_at(look_up.addresses, np.int64, group.num_unique)
-        addresses[:] = rows + row_bytes * np.arange(group.num_unique)
-        slots = send.lists.array(np.uint32, group.num_unique, offset=send.slots_offset).astype(np.int64)
-        lookups = []
-        for table, first in enumerate(self._first_slots):
-            begin, end = send.segment_offsets[0, table : table + 2].tolist()
-            ids = torch.from_numpy(slots[begin:end] - first)
-            lookups.append(self.arena.look_up(table, ids, rows + begin * row_bytes, keep=keep))
-        return lookups
-
-    def _launch(self, group: DeviceRouteGroup, keep: bool) -> list[Lookup]:
-        """The same on a device, which alone knows how many distinct ids there are.
-
-        The unique ids of a table do not begin behind where its ids do, so that as many can be read from there.
-        """
-        look_up, unique, device = group.look_up, group.look_up.unique, self.exchange.device
-        look_up.source = torch.empty(group.num_unique, self.group.dim, dtype=self.group.dtype, device=device)
-        lookups = []
-        for table, (begin, end) in enumerate(pairwise(table_bounds(self.group, group.layout))):
-            first, last = unique.offsets[table : table + 1], unique.offsets[table + 1 : table + 2]
-            ids = unique.unique.index_select(0, first + torch.arange(end - begin, device=device))
-            lookups.append(self.arena.look_up(table, ids, look_up.source, keep=keep, num=last - first, first=first))
-        return lookups
-
-    def gradients(self, groups: Sequence[AnyRouteGroup], table: int) -> tuple[Lookup, Tensor] | None:
-        """The distinct ids of a table in all batches, and the gradients of their rows; None where there are no ids."""
-        taken = []
-        for group in groups:
-            lookup = group.core_look_ups[table]
-            if not lookup.num_unique:
-                continue
-            if lookup.version != self.arena.version:
-                lookup.release_products()  # gradients go through the cores as they are now
-            taken.append((lookup, self._row_gradients(group, table, lookup)))
-        if len(taken) < 2:
-            return taken[0] if taken else None
-        return Lookup.merged(taken)
-
-    def _row_gradients(self, group: AnyRouteGroup, table: int, lookup: Lookup) -> Tensor:
-        if self.exchange.device is not None:
-            return group.look_up.summed  # of all tables: the look-up knows where its own are
-        first = int(group.look_up.send.segment_offsets[0, table])
-        return group.look_up.summed[first : first + lookup.num_unique]
-
-    def finish(self, groups: Sequence[AnyRouteGroup]) -> None:
-        """Counts what this rank's batches asked for, distinct within each; forgets what only the update needed."""
-        for group in groups:
-            group.core_look_ups = ()
-            if self.exchange.device is None:
-                send = group.look_up.send
-                self.exchange.counters.count_tables(send.accesses[0], send.segment_offsets[0])
-            else:
-                group.exchange.count_alone(group)
-                group.look_up.drop_gradients()
 
 
 class CoreShardGroup:
@@ -163,19 +74,17 @@ class CoreShardGroup:
         self._sums: OrderedSums | None = None
         self._channel: Channel | None = None
         self._updated: int | None = 0  # after which step cores are; None: amid an update
-        if device is None:
-            return
-        if mesh.world_size > 1:
+        self._late = LateChecks(mesh.name(mesh.rank))
+        # On devices. Where there are dense tables, their messages bring what ranks must know of each other.
+        self._compares = device is not None and mesh.world_size > 1 and len(indices) == len(groups)
+        self._num_fetches = self._num_pushes = 0
+        if device is not None and mesh.world_size > 1:
             self._channel = Channel.between_devices(mesh, device)
             self.reason = self._channel.reason
             if transport == "one_sided":
                 self.reason += "; not one_sided: devices add gradients of cores up by messages"
-        else:
+        elif device is not None:
             self.reason = f"there is one rank, on {device}"
-        self._late = LateChecks(mesh.name(mesh.rank))
-        # Where there are dense tables, their messages bring what ranks must know of each other.
-        self._compares = mesh.world_size > 1 and len(indices) == len(groups)
-        self._num_fetches = self._num_pushes = 0
 
     def allocate(self) -> None:
         """Makes room for the cores.
@@ -183,14 +92,17 @@ class CoreShardGroup:
         Raises:
             MemoryError: a device has none.
         """
-        self._groups = [CoreGroup(group, self._device) for group in self._tables]
+        device = self._device
+        self._groups = [
+            HostCoreGroup(group) if device is None else DeviceCoreGroup(group, device) for group in self._tables
+        ]
         self.exchanges = [group.exchange for group in self._groups]
 
     def connect(self) -> None:
         """Makes ranks known to each other. Collective."""
         self._layout = CoreLayout([cores for group in self._groups for cores in group.arena.tables])
         self._sums = self._make_sums(self._layout.size, self._tables[0].dtype)
-        if self._device is not None and self._compares:
+        if self._compares:
             hosts = Channel.between_hosts(self.mesh)
             self._handshake = Handshake(self.mesh, hosts, 2, self._common)
 
@@ -232,18 +144,14 @@ class CoreShardGroup:
             IdRangeError: on a device, a batch of this rank has ids that are no rows.
             PeerError: on devices, one of another rank has.
         """
-        if self._device is not None:
-            self._notice_refused(ShardGroupRoute(route, self.indices))
-        for group, index in zip(self._groups, self.indices, strict=True):
-            group.fetch(route.groups[index])
-
-    def _notice_refused(self, route: ShardGroupRoute) -> None:
-        """Sees to it that ids which are no rows are noticed, which a device finds."""
+        mine = ShardGroupRoute(route, self.indices)
         if self._compares:
             self._late.read()
-            self._compare(route)
+            self._compare(mine)
         else:
-            self._late.add(route)
+            self._late.add(mine)
+        for group, of_group in zip(self._groups, mine.groups, strict=True):
+            group.fetch(of_group)
 
     def _compare(self, route: ShardGroupRoute) -> None:
         """All ranks learn which of them refuse their batch; the host waits for this rank's numbers."""
@@ -264,11 +172,10 @@ class CoreShardGroup:
             routes: with gradients.
             step: of all groups of the collection.
         """
-        if self._device is not None:
-            self._late.read()
-            if self._compares:
-                self._num_pushes += 1
-                self._handshake(-self._num_pushes, step)
+        self._late.read()
+        if self._compares:
+            self._num_pushes += 1
+            self._handshake(-self._num_pushes, step)
         pushed = [[route.groups[index] for route in routes] for index in self.indices]
         scaling, rates = 1.0 / self.mesh.world_size, [step.rates[index] for index in self.indices]
         numbers = [
@@ -350,34 +257,17 @@ class CoreShardGroup:
 
     def barrier(self) -> None:
         """Waits for all ranks and their devices; raises what is wrong with batches that the host did not look at."""
-        if self._device is not None:
-            self._late.read()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+        self._late.read()
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         if self._sums is not None:
             self._sums.barrier()
 
     def close(self) -> None:
         """Gives back what is held for other ranks."""
-        if self._device is not None:
-            self._late.clear()
+        self._late.clear()
         if self._sums is not None:
             self._sums.close()
-
-
-def virtual_addresses(group: TableGroup) -> AddressMap:
-    """Virtual address map for tables without stored rows, as if one rank held them all.
-
-    Raises:
-        ConfigurationError: there are more than can be told apart.
-    """
-    names = [table.name for table in group.tables]
-    if (rows := sum(table.num_rows for table in group.tables)) > MAX_KEY:
-        raise ConfigurationError(
-            f"group {group.name} of tensor-train tables {names} has {rows:,} rows, and at most {MAX_KEY:,} can be "
-            "told apart; give some of them another optimizer or initializer, which makes a group of their own"
-        )
-    return AddressMap(Plan.cyclic([TableShape.of(table) for table in group.tables], world_size=1), names, rank=0)
 
 
 class CoreLayout:

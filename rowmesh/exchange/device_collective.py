@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.device_lanes import CopiesLane, Lane, Merging, NodeLane, Requests, spread
-from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.route import DeviceRouteGroup, Routed
 from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
@@ -31,7 +31,7 @@ from rowmesh.optim.rules import Update
 _COUNTING = "exchanging counts"
 
 
-class DeviceCollective(Transport):
+class DeviceCollective(Transport[DeviceGroupExchange]):
     """torch.distributed over NCCL, or over gloo where ranks share a device. Making one is collective.
 
     Attributes:
@@ -49,7 +49,7 @@ class DeviceCollective(Transport):
         self._mesh, self._device = mesh, device
         self._num_fetches = self._num_pushes = 0
 
-    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+    def connect(self, exchanges: Sequence[DeviceGroupExchange]) -> None:
         """Prepares the message that opens every fetch and push."""
         per_node, between = self._mesh.ranks_per_node, None
         if any("node" in exchange.lane_kinds for exchange in exchanges):
@@ -208,7 +208,7 @@ class DeviceGroup:
 
     def __init__(
         self,
-        exchange: GroupExchange,
+        exchange: DeviceGroupExchange,
         everyone: Channel,
         ranks_per_node: int,
         between: Channel | None = None,

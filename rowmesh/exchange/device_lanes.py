@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.transfer import Late, upload
@@ -97,7 +97,7 @@ class Lane:
 
     replies = True
 
-    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int) -> None:
+    def __init__(self, exchange: DeviceGroupExchange, everyone: Channel, ranks_per_node: int) -> None:
         from rowmesh.ops.merge.cuda import merge
 
         self.exchange, self._everyone, self._ranks_per_node = exchange, everyone, ranks_per_node
@@ -199,7 +199,7 @@ class CopiesLane(Lane):
 
     replies = False
 
-    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int) -> None:
+    def __init__(self, exchange: DeviceGroupExchange, everyone: Channel, ranks_per_node: int) -> None:
         from rowmesh.ops.merge.cuda import singles
         from rowmesh.ops.merge_update.cuda import sum_merged
 
@@ -269,7 +269,7 @@ class NodeLane(CopiesLane):
 
     replies = True
 
-    def __init__(self, exchange: GroupExchange, everyone: Channel, ranks_per_node: int, between: Channel) -> None:
+    def __init__(self, exchange: DeviceGroupExchange, everyone: Channel, ranks_per_node: int, between: Channel) -> None:
         super().__init__(exchange, everyone, ranks_per_node)
         self._between = between
 

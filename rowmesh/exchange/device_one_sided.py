@@ -42,8 +42,8 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.device_lanes import Requests, by_rank, node_ends
-from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step
 from rowmesh.exchange.route import DeviceRouteGroup, Routed
 from rowmesh.exchange.transport import LateChecks, Meanwhile, Transport, check_peers, count_unique
@@ -63,7 +63,7 @@ _BEGIN, _COUNT, _TOTAL, _COPIES, _IDS = range(5)
 _ALIGNMENT = 256
 
 
-class DeviceOneSided(Transport):
+class DeviceOneSided(Transport[DeviceGroupExchange]):
     """Memory of the devices of one host, which all its ranks read.
 
     Args:
@@ -97,7 +97,7 @@ class DeviceOneSided(Transport):
         self._arenas.append(buffer)
         return _view(buffer.own, group.dtype, num_slots[rank], group.dim)
 
-    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+    def connect(self, exchanges: Sequence[DeviceGroupExchange]) -> None:
         """Maps every rank's arenas. Collective."""
         self._memory.share(self._arenas)
         pairs = zip(exchanges, self._arenas, strict=True)
@@ -174,14 +174,16 @@ class DeviceOneSided(Transport):
 
     def _take_numbers(self, group: DeviceRouteGroup, numbers: list[int]) -> None:
         """Notes how many rows of each owner a batch needed, which were read, and for how many ids of each table."""
-        destinations, num_tables = group.exchange.num_destinations, len(group.exchange.group.tables)
+        exchange = group.exchange
+        assert isinstance(exchange, DeviceGroupExchange)
+        destinations, num_tables = exchange.num_destinations, len(exchange.group.tables)
         rows, ids = np.array(numbers).reshape(2, destinations, -1, num_tables).sum(2)
         sizes = rows.sum(1).tolist()
         count_unique(group, sizes)
         keys = group.look_up.found.keys[: sum(sizes)]
         group.lanes = [Requests(keys, sizes, [], keys[:0], ids)]
         remote = sum(sizes[: self._mesh.world_size]) - sizes[self._mesh.rank]
-        group.exchange.counters.bytes_received += remote * group.exchange.arena.rows[:1].nbytes
+        exchange.counters.bytes_received += remote * exchange.arena.rows[:1].nbytes
 
     def _make_room(self, entries: Sequence[int]) -> None:
         """Grows send buffers on all ranks where one rank needs it; all know what each needs."""
@@ -243,7 +245,7 @@ class _Group:
             int32 `[capacity]`.
     """
 
-    def __init__(self, exchange: GroupExchange, arena: PeerBuffer, mesh: Mesh) -> None:
+    def __init__(self, exchange: DeviceGroupExchange, arena: PeerBuffer, mesh: Mesh) -> None:
         from rowmesh.ops.gather import cuda as gather
         from rowmesh.ops.merge.cuda import merge
 

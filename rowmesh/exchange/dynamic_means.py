@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rowmesh.dynamic.merging import MergedIds
 from rowmesh.dynamic.resolver import Resolver
-from rowmesh.errors import PeerError
-from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.exchange.handshake import Step, joined
+from rowmesh.exchange.rhythm import Rhythm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
@@ -54,10 +54,9 @@ class DynamicMeans:
 
     def __init__(self, setting: Synchronization, exchanges: Sequence[GroupExchange], mesh: Mesh) -> None:
         self.resolver: Resolver | None = None
-        self._every, self._exchanges, self._mesh = setting.every, exchanges, mesh
+        self._rhythm, self._exchanges, self._mesh = Rhythm(mesh, setting.every), exchanges, mesh
         self._channel = Channel.between_hosts(mesh)
         self._under_way: list[_Coming] = []
-        self._num_calls = self._digest = 0
         self._ahead: dict[int, dict[str, MergedIds]] = {}  # by step
 
     @property
@@ -71,20 +70,16 @@ class DynamicMeans:
 
     def begin(self, updates: Sequence[Update], step: Step) -> bool:
         """See `ReplicaSync.begin`."""
-        step = step.after(self._digest)
-        self._digest = step.digest
-        if step.number % self._every:
-            return False
-        self._digest = 0
-        self._send(step.number, step, self._ahead.pop(step.number, None))
-        return True
+        due = self._rhythm.after(step)
+        if due is not None:
+            self._send(due.number, due, self._ahead.pop(due.number, None))
+        return due is not None
 
     def start(self) -> None:
         """As `begin` where an average is due, between two steps."""
         assert self.resolver is not None
         self.resolver.check_idle("average replicas")
-        self._num_calls += 1
-        self._send(-self._num_calls, None, None)
+        self._send(self._rhythm.call(), None, None)
 
     def merge_ahead(self, step: int) -> None:
         """After the batch of a step was opened, before the next one is: what groups know becomes one, if that is due.
@@ -92,7 +87,7 @@ class DynamicMeans:
         The rows follow with the step. So it decides on the same batches whether or not a pipeline opens them ahead.
         Collective among the replicas of this rank.
         """
-        if step % self._every == 0:
+        if self._rhythm.is_due(step):
             assert self.resolver is not None
             self._ahead[step] = self.resolver.merge()
 
@@ -133,16 +128,7 @@ class DynamicMeans:
     def _agree(self, operation: int, step: Step | None) -> None:
         mine = torch.tensor([joined(operation, step)])
         came = self._channel.post_gather(mine, self._exchanges[0].counters.synchronization, _DOING).wait()
-        operations, digests = parted(came.tolist())
-        if len(set(operations)) > 1:
-            name = self._mesh.name
-            calls = [f"step {number}" if number > 0 else f"synchronize {-number}" for number in operations]
-            done = ", ".join(f"rank {name(replica)} is in {call}" for replica, call in enumerate(calls))
-            raise PeerError(
-                f"rank {name(self._mesh.rank)}: ranks are out of step: {done}; every rank must call forward, step and "
-                "synchronize equally often and in the same order"
-            )
-        check_rates(self._mesh, digests, step)
+        self._rhythm.check(came.tolist(), operation, step)
 
 
 def _mean(values: Tensor) -> Tensor:

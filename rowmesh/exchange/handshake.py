@@ -71,6 +71,35 @@ def parted(numbers: Sequence[int]) -> tuple[list[int], list[int]]:
     return [number >> _BITS for number in numbers], [number & (1 << _BITS) - 1 for number in numbers]
 
 
+def check_operations(
+    mesh: Mesh,
+    received: Sequence[int],
+    operation: int,
+    step: Step | None,
+    describe: Callable[[int], str],
+    rule: str,
+) -> None:
+    """Raises on all ranks of a mesh where one does something else than this one, or steps at other learning rates.
+
+    Args:
+        mesh: the ranks.
+        received: what each of them has `joined`.
+        operation: what this rank does.
+        step: of this rank; None where there is none yet.
+        describe: says what a rank does, given its operation.
+        rule: what ranks must do; the end of the message.
+
+    Raises:
+        PeerError: a rank does something else; names what each does.
+        ConfigurationError: see `check_rates`.
+    """
+    operations, digests = parted(received)
+    if operations.count(operation) != len(operations):
+        done = ", ".join(f"rank {mesh.name(rank)} {describe(each)}" for rank, each in enumerate(operations))
+        raise PeerError(f"rank {mesh.name(mesh.rank)}: ranks are out of step: {done}; {rule}")
+    check_rates(mesh, digests, step)
+
+
 def check_rates(mesh: Mesh, digests: Sequence[int], step: Step | None) -> None:
     """Raises on all ranks of a mesh, before anything is updated, where they would update by different numbers.
 
@@ -145,25 +174,18 @@ class Handshake:
         """
         self.numbers[:, 0] = joined(operation, step)
         rows = self._channel.exchange_equal(self._out, self._common, "exchanging counts").numpy()
-        operations, digests = parted(rows[:, 0].tolist())
-        if operations.count(operation) != len(operations):
-            name = self._mesh.name
-            raise PeerError(
-                f"rank {name(self._mesh.rank)}: ranks are out of step: {describe(operations, name)}; every rank must "
-                f"call forward and step equally often and in the same order"
-            )
-        check_rates(self._mesh, digests, step)
+        rule = "every rank must call forward and step equally often and in the same order"
+        check_operations(self._mesh, rows[:, 0].tolist(), operation, step, describe, rule)
         return rows
 
 
-def describe(operations: Sequence[int], name: Callable[[int], int]) -> str:
-    """What each rank does.
+def describe(operation: int) -> str:
+    """What a rank does that fetches or pushes.
 
-    >>> describe([3, -2], lambda rank: rank)
-    'rank 0 is in forward 3, rank 1 is in step 2'
+    >>> describe(3), describe(-2)
+    ('is in forward 3', 'is in step 2')
     """
-    calls = [f"forward {number}" if number > 0 else f"step {-number}" for number in operations]
-    return ", ".join(f"rank {name(rank)} is in {call}" for rank, call in enumerate(calls))
+    return f"is in forward {operation}" if operation > 0 else f"is in step {-operation}"
 
 
 def agree_on_tables(

@@ -26,11 +26,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
+from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.device_collective import DeviceCollective
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.group import never
-from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.exchange.handshake import Step, check_operations, joined
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.micro_batch_group import MicroBatchGroup, OnDevice, OnHost
 from rowmesh.exchange.route import ShardGroupRoute
 from rowmesh.exchange.shard_group import ShardGroup
@@ -112,8 +114,9 @@ class WholeExchange:
 
     def __init__(self, shard_group: ShardGroup | CoreShardGroup, obstacle: str, device: str) -> None:
         self.is_on_device, self._shard_group = device != "cpu", shard_group
-        is_ahead = self.is_on_device and shard_group.mesh.world_size == 1
-        self._tiered = [each for each in shard_group.exchanges if is_ahead and each.is_tiered]
+        on_device = [each for each in shard_group.exchanges if isinstance(each, DeviceGroupExchange)]
+        is_alone = shard_group.mesh.world_size == 1
+        self._tiered = [each for each in on_device if is_alone and each.is_tiered]
         self.is_tiered = bool(self._tiered)
         self.reason = f"rows and gradients travel whole: {obstacle}"
         if self.is_tiered:
@@ -223,7 +226,8 @@ class MicroBatchExchange:
             rows, gradients = (_channel(shard_group.mesh, use) for use in USES)
             self._hosts, common = rows, self._common
             how = (rows, gradients, shard_group.mesh.ranks_per_node, form, common)
-            self._groups = [OnHost(exchange, *how, verifies=verifies) for exchange in shard_group.exchanges]
+            on_host = [each for each in shard_group.exchanges if isinstance(each, HostGroupExchange)]
+            self._groups = [OnHost(exchange, *how, verifies=verifies) for exchange in on_host]
         ends = list(accumulate((each.num_sizes for each in self._groups), initial=1))
         self._columns = list(map(slice, ends, ends[1:]))  # of the handshake, of each group
         self._handshake = torch.zeros(shard_group.mesh.world_size, ends[-1], dtype=torch.int64, device="cpu")
@@ -275,10 +279,16 @@ class MicroBatchExchange:
             each.expect(group, sizes[:, columns])
 
     def _compare(self, number: int, step: Step | None = None) -> np.ndarray:
-        """Exchanges the rows of the handshake; all raise where ranks open different windows."""
+        """Exchanges the rows of the handshake; all raise where ranks open different windows.
+
+        Args:
+            number: of this rank's window.
+            step: of the last batch before it that is stepped for sure.
+        """
         self._handshake[:, 0] = joined(number, step)
         received = self._hosts.exchange_equal(self._handshake, self._common, "opening a window").numpy()
-        check_numbers(self._mesh, received[:, 0].tolist(), number, step)
+        rule = "every rank must bring equally many batches to its pipeline"
+        check_operations(self._mesh, received[:, 0].tolist(), number, step, _describe, rule)
         return received
 
     def pass_over(self) -> None:
@@ -378,28 +388,9 @@ class MicroBatchExchange:
 Windows = WholeExchange | MicroBatchExchange
 
 
-def check_numbers(mesh: Mesh, received: list[int], number: int, step: Step | None) -> None:
-    """Raises PeerError where a rank opens another window than this one, or none where this one opens one.
-
-    Args:
-        mesh: the ranks.
-        received: what each has `joined`.
-        number: of this rank's window.
-        step: of the last batch before it that is stepped for sure.
-
-    Raises:
-        ConfigurationError: ranks had different learning rates in that step.
-    """
-    numbers, digests = parted(received)
-    if numbers.count(number) != len(numbers):
-        name = mesh.name
-        opened = ["has no more" if other == NO_WINDOW else f"opens batch {other - FIRST}" for other in numbers]
-        windows = ", ".join(f"rank {name(rank)} {what}" for rank, what in enumerate(opened))
-        raise PeerError(
-            f"rank {name(mesh.rank)}: ranks are out of step: {windows}; every rank must bring equally many batches to "
-            "its pipeline"
-        )
-    check_rates(mesh, digests, step)
+def _describe(number: int) -> str:
+    """What a rank does with its next window."""
+    return "has no more" if number == NO_WINDOW else f"opens batch {number - FIRST}"
 
 
 def _channel(mesh: Mesh, use: str) -> Channel:

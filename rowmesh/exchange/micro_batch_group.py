@@ -19,6 +19,7 @@ from rowmesh.exchange.copies import Copies
 from rowmesh.exchange.device_collective import DeviceGroup
 from rowmesh.exchange.device_lanes import Merging, Requests
 from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
 from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.ops.memory import array_at
@@ -143,7 +144,7 @@ class OnHost(MicroBatchGroup):
 
     def __init__(
         self,
-        exchange: GroupExchange,
+        exchange: HostGroupExchange,
         rows: Channel,
         gradients: Channel,
         ranks_per_node: int,

@@ -14,15 +14,15 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.errors import PeerError, RowmeshError
-from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.route import Routed
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.shared_memory import share
-from rowmesh.ops.look_up import HostLookUps, slots_offset
+from rowmesh.ops.look_up import slots_offset
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
@@ -33,7 +33,7 @@ _Requests = tuple[int, np.ndarray, int, np.ndarray]
 _Copied = tuple[int, np.ndarray, int]
 
 
-class OneSidedTransport(Transport):
+class OneSidedTransport(Transport[HostGroupExchange]):
     """Shared memory between the ranks of one host."""
 
     name = "one_sided"
@@ -64,7 +64,7 @@ class OneSidedTransport(Transport):
         buffer.use_huge_pages()
         return buffer
 
-    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+    def connect(self, exchanges: Sequence[HostGroupExchange]) -> None:
         """Maps every rank's arenas and board; collective."""
         mesh = self._mesh
         self._exchanges = exchanges
@@ -82,9 +82,7 @@ class OneSidedTransport(Transport):
                 exchange.arenas[rank] = arena.address
             mapped.extend(arenas)
         for exchange in exchanges:
-            look_ups = exchange.look_ups
-            assert isinstance(look_ups, HostLookUps)
-            look_ups.has_remote = False
+            exchange.look_ups.has_remote = False
         self._boards = boards
         self._flags = np.array([board.address for board in boards], np.int64)
         self._announced = [
@@ -211,6 +209,6 @@ class OneSidedTransport(Transport):
             buffer.close()
 
 
-def _is_lazy(exchange: GroupExchange) -> bool:
+def _is_lazy(exchange: HostGroupExchange) -> bool:
     """Whether memory is committed where it is used: most frames of a dynamic table never are."""
     return exchange.group.storage == "dynamic"

@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rowmesh.errors import PeerError
 from rowmesh.exchange.dynamic_means import DynamicMeans
-from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.exchange.handshake import Step, joined
 from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
+from rowmesh.exchange.rhythm import Rhythm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
@@ -105,20 +105,19 @@ class ReplicaSync:
         device: torch.device | None,
         second: dist.ProcessGroup | None,
     ) -> None:
-        self._every, self._mesh, self._groups, self._device = setting.every, mesh, groups, device
+        self._groups, self._device = groups, device
+        self._rhythm = Rhythm(mesh, setting.every)
         self._replica, self._size = mesh.rank, mesh.world_size
         self._strategy = _strategy_of(setting, mesh.world_size, device)
         self._hosts = Channel.between_hosts(mesh)
         other = self._hosts if second is None else Channel(mesh, second, mesh.rank, mesh.world_size)
         self._by_sender = (self._hosts, other)  # of two
         self._channel = self._hosts if device is None else Channel.between_devices(mesh, device)
-        self._operation = 0  # above 0 a step, below a call of `start`; the same on all ranks
+        self._operation = 0  # of the rhythm
         self._step: Step | None = None
         self._updates: Sequence[Update] = ()
-        self._num_calls = 0  # of `start`
         self._is_under_way = False
         self._updated: int | None = 0  # after which operation rows are; None: amid an update
-        self._digest = 0  # of the steps since the last synchronization, which other replicas have not seen
 
     @property
     def num_bytes(self) -> int:
@@ -145,18 +144,14 @@ class ReplicaSync:
         Raises:
             PeerError: a rank does something else, or none answers.
         """
-        step = step.after(self._digest)
-        self._digest = step.digest
-        if step.number % self._every:
-            return False
-        self._digest = 0
-        self._send(step.number, updates, step)
-        return True
+        due = self._rhythm.after(step)
+        if due is not None:
+            self._send(due.number, updates, due)
+        return due is not None
 
     def start(self) -> None:
         """As `begin` where a synchronization is due, between two steps; for rows that are averaged."""
-        self._num_calls += 1
-        self._send(-self._num_calls, [_NO_UPDATE] * len(self._groups))
+        self._send(self._rhythm.call(), [_NO_UPDATE] * len(self._groups))
 
     def finish(self) -> None:
         """Waits for what other replicas sent, and updates."""
@@ -204,17 +199,8 @@ class ReplicaSync:
             counts = self._hosts.post_gather(mine, counters, _DOING).wait()
         else:
             counts = self._hosts.exchange_equal(mine, counters, _DOING)
-        steps, *of_groups = counts.T.tolist()
-        operations, digests = parted(steps)
-        if operations.count(self._operation) != len(operations):
-            name = self._mesh.name
-            calls = [f"step {number}" if number > 0 else f"synchronize {-number}" for number in operations]
-            done = ", ".join(f"rank {name(replica)} is in {call}" for replica, call in enumerate(calls))
-            raise PeerError(
-                f"rank {name(self._replica)}: ranks are out of step: {done}; every rank must call forward, step and "
-                "synchronize equally often and in the same order"
-            )
-        check_rates(self._mesh, digests, self._step)
+        operations, *of_groups = counts.T.tolist()
+        self._rhythm.check(operations, self._operation, self._step)
         for group, of_group in zip(self._groups, of_groups, strict=True):
             group.counts = of_group
 

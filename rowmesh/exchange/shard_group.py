@@ -15,9 +15,11 @@ import torch.distributed as dist
 from rowmesh.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.cores import CoreShardGroup
+from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, ShardGroupRoute
@@ -174,15 +176,11 @@ class ShardGroup:
         else:
             rows = self.transport.rows_for(group, address_map.num_slots, self.mesh.rank)
             arena = DenseArena(group, num_slots, self.device, rows)
-        return GroupExchange(
-            group,
-            address_map,
-            arena,
-            self.device,
-            self.transport.allocate,
-            asks_owners=self.transport_name != "one_sided",
-            wire_dtype=self._options.wire_dtype,
-        )
+        how, wire_dtype = (group, address_map, arena), self._options.wire_dtype
+        if self.device is None:
+            return HostGroupExchange(*how, self.transport.allocate, wire_dtype=wire_dtype)
+        asks_owners = self.transport_name != "one_sided"
+        return DeviceGroupExchange(*how, self.device, asks_owners=asks_owners, wire_dtype=wire_dtype)
 
     def connect(self) -> None:
         """Connects the ranks, when all rows have their values. Collective."""

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,18 +23,19 @@ from rowmesh.counters import CommonCounters
 from rowmesh.errors import IdRangeError, PeerError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, HostRouteGroup, Routed
+from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, Routed
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.transfer import Late
 from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
 
+X = TypeVar("X", bound=GroupExchange)
 Meanwhile = Callable[[AnyRouteGroup], None]
 """What is done for each group while its rows travel."""
 
 
-class Transport:
+class Transport(Generic[X]):
     """How rows and gradients reach other ranks.
 
     Attributes:
@@ -48,7 +48,7 @@ class Transport:
 
     def __init__(self, reason: str = "") -> None:
         self.common, self.reason = CommonCounters(), reason
-        self._exchanges: Sequence[GroupExchange] = ()
+        self._exchanges: Sequence[X] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Transport:
         """On the host, memory for what is sent: requests and gradients."""
         return Buffer(num_bytes)
 
-    def connect(self, exchanges: Sequence[GroupExchange]) -> None:
+    def connect(self, exchanges: Sequence[X]) -> None:
         """Connects the ranks; collective, once, after all rows have their values."""
         self._exchanges = exchanges
 
@@ -95,7 +95,7 @@ class Transport:
         """Frees the transport's memory and connections."""
 
 
-class LocalTransport(Transport):
+class LocalTransport(Transport[GroupExchange]):
     """One rank: rows are read and updated in place.
 
     Args:
@@ -127,42 +127,7 @@ class LocalTransport(Transport):
                 for route in routes:
                     route.groups[index].unpin()
                 continue
-            groups = [route.groups[index] for route in routes]
-            if exchange.device is None:
-                self._update(exchange, groups, update)
-            elif groups:
-                self._update_on_device(exchange, groups, update)
-
-    def _update(self, exchange: GroupExchange, groups: Sequence[HostRouteGroup], update: Update) -> None:
-        is_plain = len(groups) == 1 and not exchange.is_tiered and exchange.replicated is None
-        if is_plain and (unsummed := groups[0].look_up.unsummed()):
-            exchange.apply(unsummed, update)
-            send = groups[0].look_up.send
-            exchange.counters.count_tables(send.accesses[0], send.segment_offsets[0])
-            return
-        sources = exchange.sources()
-        for group in groups:
-            group.look_up.sum()
-            exchange.add_own(sources, group)
-        if sources.num_entries:
-            sources.merge()
-            exchange.update(sources, update)
-            exchange.count_merged(sources)
-
-    def _update_on_device(self, exchange: GroupExchange, groups: Sequence[DeviceRouteGroup], update: Update) -> None:
-        from rowmesh.ops.merge.cuda import merge
-
-        pinned = [group.pinned for group in groups]
-        if len(groups) == 1:
-            look_up = groups[0].look_up
-            exchange.apply(look_up.take_gradients(), update, num=look_up.num_found)
-            exchange.count_alone(groups[0])
-        else:
-            merged = merge(torch.cat([group.look_up.touched().valid_slots for group in groups]), most=len(groups))
-            gradients = torch.cat([group.look_up.summed for group in groups])
-            exchange.apply(merged.with_gradients(gradients), update)
-            exchange.count(np.sum([exchange.accesses(group) for group in groups], axis=0), merged, pinned)
-        exchange.unpin_updated(pinned)
+            exchange.update_alone([route.groups[index] for route in routes], update)
 
     def barrier(self) -> None:
         """Checks batches that the host has not looked at yet; there is no other rank to wait for."""

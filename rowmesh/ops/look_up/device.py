@@ -8,7 +8,7 @@ brings them, those of the other ranks, and the counts of ids outside their table
 tensor-train). An evaluation, after which nothing may come, looks at once. An update of rows with copies needs the sizes
 of what owners send: how many rows they merged, which is copied to the host since the look-up; so does what replicas
 send each other, of which ranks that read each other's rows learn only then. Tiered tables are read from their store by
-the host, and on several ranks it waits for what is asked of this one (`GroupExchange.pin_requested`).
+the host, and on several ranks it waits for what is asked of this one (`DeviceGroupExchange.pin_requested`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,311 @@
+"""Group exchange of the host: what a batch needs is found and placed at once, and rows have addresses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh.dynamic.asking import Asked, largest
+from rowmesh.errors import IdRangeError
+from rowmesh.exchange.group import GroupExchange, never
+from rowmesh.exchange.route import HostRouteGroup, RouteGroup, refused_ids
+from rowmesh.faults import reach
+from rowmesh.ops.look_up import HostLookUp, HostLookUps, UniqueIds
+from rowmesh.ops.memory import Buffer, Memory, array_at, held_bytes
+from rowmesh.ops.merge_update import HostMerged, Merged, Merger
+from rowmesh.ops.merge_update.sources import Sources
+from rowmesh.ops.pool import DESCRIPTOR
+from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.window import place_own
+from rowmesh.optim.rules import Update
+from rowmesh.placement import AddressMap
+from rowmesh.placement.address_map import COPIES
+from rowmesh.placement.drift import Traffic
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
+from rowmesh.tables.cores import CoreArena
+
+
+class Found(NamedTuple):
+    """The distinct ids of a group's batch, before they are placed.
+
+    Attributes:
+        look_up: takes what is found.
+        unique: the ids.
+        asked: the same, as the resolver sees them.
+    """
+
+    look_up: HostLookUp
+    unique: UniqueIds
+    asked: Asked
+
+
+class HostGroupExchange(GroupExchange):
+    """One group of tables on one rank, in the host's memory.
+
+    Args:
+        group, address_map, arena, wire_dtype: as for `GroupExchange`.
+        allocate: makes memory for send buffers.
+
+    Attributes:
+        copies: the segments of rows with copies.
+        arenas: int64 `[W]`: where rows of each rank can be read in place; set by the transport.
+        merger: merged requests of all ranks.
+    """
+
+    look_ups: HostLookUps
+
+    def __init__(
+        self,
+        group: TableGroup,
+        address_map: AddressMap,
+        arena: DenseArena | CachedArena | CoreArena,
+        allocate: Callable[[int], Memory] = Buffer,
+        *,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, address_map, arena, None, wire_dtype)
+        self.copies = address_map.segments(COPIES)
+        self.arenas = np.zeros(self.world_size, np.int64)
+        self.arenas[self.rank] = arena.address
+        self.merger = Merger(self.num_segments, arena.address, self.row_bytes)
+        tables = np.repeat(np.arange(len(group.tables)), [len(table.features) for table in group.tables])
+        header = address_map.header(self.arenas.ctypes.data, self.row_bytes)
+        shape = self.world_size, self.num_segments
+        num_rows = [0] * len(group.tables) if self.is_dynamic else address_map.num_rows
+        self.look_ups = HostLookUps(num_rows, tables, header, shape, group.dim, group.dtype, allocate)
+        self._counting = threading.Lock()
+
+    @property
+    def num_places(self) -> int:
+        """Rows that fast memory has room for."""
+        return self.arena.num_cached if isinstance(self.arena, CachedArena) else self.arena.num_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all buffers, lent or idle; without the arena."""
+        return held_bytes(self.merger) + super().num_bytes
+
+    # Batches are routed
+
+    def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
+        """Routes one group's ids.
+
+        Args:
+            batch: whose ids they are of.
+            layout: where they are.
+            inverse: address of uint32 `[N]`: where the inverse goes.
+
+        Raises:
+            IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
+        """
+        look_up, ids = self._take_look_up(), batch.ids
+        try:
+            is_found = self.look_ups.find(look_up, ids, layout, inverse)
+            reach("route.found_unique")
+            if not is_found:
+                is_found = self.look_ups.find(look_up, self._mapped(ids, layout), layout, inverse)
+                assert is_found
+        except BaseException:  # peers know this send buffer: it must not be lost
+            self.look_ups.give_back(look_up)
+            raise
+        return self._routed(look_up, layout)
+
+    def _take_look_up(self) -> HostLookUp:
+        try:
+            return self.look_ups.idle.pop()
+        except IndexError:  # asking before would not do: another thread may take the last one
+            return self.look_ups.make()
+
+    def _routed(self, look_up: HostLookUp, layout: GroupLayout) -> HostRouteGroup:
+        counters = self.counters
+        with self._counting:
+            counters.routes += 1
+            counters.ids += layout.num_ids
+            counters.unique_ids += look_up.num_unique
+        return RouteGroup(self, layout, look_up)
+
+    def _mapped(self, ids: Tensor, layout: GroupLayout) -> Tensor:
+        """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
+        ids = ids.clone()
+        refused: list[str] = []
+        bounds = layout.features[:, :2].tolist()
+        for (name, table), (begin, end) in zip(self.features, bounds, strict=True):
+            part = ids[begin:end]
+            outside = (part < 0) | (part >= table.num_rows)
+            if not (count := int(outside.sum())):
+                continue
+            with self._counting:
+                self.counters.count_outside(name, count)
+            if table.out_of_range == "error":
+                refused.append(refused_ids(name, table, part))
+            else:
+                part[outside] = table.out_of_range
+        if refused:
+            raise IdRangeError("; ".join(refused))
+        return ids
+
+    def nothing(self) -> HostRouteGroup:
+        """The group's part of a route that asks for no row."""
+        look_up = self._take_look_up()
+        look_up.take_nothing()
+        return RouteGroup(self, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), look_up)
+
+    # The same of dynamic tables, whose ids become frames in between
+
+    def find_unique(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> Found:
+        """Finds the distinct ids; what is returned goes to `place`, or to `drop`. Arguments as for `route`."""
+        look_up = self._take_look_up()
+        try:
+            unique = self.look_ups.find_unique(look_up, batch.ids, layout, inverse)
+        except BaseException:
+            self.look_ups.give_back(look_up)
+            raise
+        number = int(unique.offsets[-1])
+        ids, counts = array_at(unique.ids, np.int64, number), array_at(look_up.counts, np.uint32, number)
+        asked = Asked(ids, unique.offsets, counts, self.is_frozen)
+        if batch.scores is not None:
+            which, given = array_at(inverse, np.uint32, batch.ids.numel()), batch.scores.numpy()
+            parts = [slice(*bounds) for bounds in layout.features[:, :2].tolist()]
+            given, which = (np.concatenate([each[:0], *(each[part] for part in parts)]) for each in (given, which))
+            asked.scores = largest(given, which, number)
+        return Found(look_up, unique, asked)
+
+    def place(self, found: Found, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
+        """Routes what `find_unique` found, which is frames now."""
+        look_up = found.look_up
+        try:
+            if found.asked.is_distinct:
+                is_found = self.look_ups.place(look_up, found.unique, inverse, batch.ids.numel())
+            else:  # ids share a frame
+                frames = torch.from_numpy(self._frames(found.asked.ids, layout, inverse, batch.ids.numel()))
+                self.look_ups.drop_unique(found.unique)
+                is_found = self.look_ups.find(look_up, frames, layout, inverse)
+            assert is_found
+        except BaseException:  # peers know this send buffer: it must not be lost
+            self.look_ups.give_back(look_up)
+            raise
+        return self._routed(look_up, layout)
+
+    def drop(self, found: Found) -> None:
+        """What `find_unique` found is of no use."""
+        self.look_ups.drop_unique(found.unique)
+        self.look_ups.give_back(found.look_up)
+
+    @staticmethod
+    def _frames(frames: np.ndarray, layout: GroupLayout, inverse: int, num_ids: int) -> np.ndarray:
+        """The frame of each id of the batch that is of the group."""
+        taken = np.zeros(num_ids, np.int64)
+        which = array_at(inverse, np.uint32, num_ids)
+        for begin, end in layout.features[:, :2].tolist():
+            taken[begin:end] = frames[which[begin:end]]
+        return taken
+
+    # Rows that must be brought into fast memory before they are read
+
+    def prefetch(self, group: HostRouteGroup) -> None:
+        """See `GroupExchange.prefetch`."""
+        sources = self.sources()
+        self.add_own(sources, group)
+        sources.merge()
+        group.pin(self.pin(self.merger))
+        self.place_own(group, self.merger, 0)
+
+    def pin(self, merged: HostMerged, may_wait: Callable[[], bool] = never) -> PinnedRows | None:
+        """Makes sure that merged rows are in fast memory, and keeps them there; None where all are.
+
+        Args:
+            merged: the rows.
+            may_wait: whether other batches may unpin rows meanwhile.
+        """
+        if not isinstance(self.arena, CachedArena):
+            return None
+        return self.arena.pin(merged.slots.copy(), may_wait)
+
+    def place_own(self, group: HostRouteGroup, merged: HostMerged, begin: int) -> None:
+        """Says where pinned rows are that this rank asked itself for, the entries from `begin` on."""
+        look_up = group.look_up
+        first, end = look_up.bounds[self.rank : self.rank + 2]
+        assert group.pinned is not None
+        place_own(
+            group.pinned.cache_slots.ctypes.data,
+            merged.heads,
+            merged.nexts,
+            merged.num_merged,
+            begin,
+            begin + end - first,
+            look_up.uniques + 4 * first,
+            self.arena.address,
+            self.row_bytes,
+            look_up.addresses,
+        )
+
+    # Requests are merged, rows updated
+
+    def sources(self, merger: Merger | None = None) -> Sources:
+        """Lists of requests to be merged, by default by the group's merger."""
+        return Sources(merger or self.merger, self.gradient_bytes, self.num_segments)
+
+    def add_own(self, sources: Sources, group: HostRouteGroup, *, with_copies: bool = False) -> None:
+        """Adds the requests that this rank makes of itself, and those of others about rows that have a copy here."""
+        send, rank = group.look_up.send, self.rank
+        sources.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
+        if with_copies:
+            where = send.slots_address, send.segment_offsets, send.gradients.address
+            sources.add_copied(*where, self.copies.start, rank)
+
+    def update(self, sources: Sources, update: Update, num_segments: int | None = None) -> None:
+        """Updates merged rows, of the first segments where a number is given."""
+        merger = sources.merger
+        part = None if num_segments is None else (0, int(merger.merged_offsets[num_segments]))
+        self.apply(merger, update, part)
+
+    def update_alone(self, groups: Sequence[HostRouteGroup], update: Update) -> None:
+        """See `GroupExchange.update_alone`."""
+        is_plain = len(groups) == 1 and not self.is_tiered and self.replicated is None
+        if is_plain and (unsummed := groups[0].look_up.unsummed()):
+            self.apply(unsummed, update)
+            self.count_alone(groups[0])
+            return
+        sources = self.sources()
+        for group in groups:
+            group.look_up.sum()
+            self.add_own(sources, group)
+        if sources.num_entries:
+            sources.merge()
+            self.update(sources, update)
+            self.count_merged(sources)
+
+    def _apply(self, merged: Merged, update: Update, part: tuple[int, int] | None) -> None:
+        if not isinstance(self.arena, CachedArena):
+            super()._apply(merged, update, part)
+            return
+        assert isinstance(merged, HostMerged)
+        pinned = self.arena.pin(merged.slots.copy(), never)
+        try:
+            pinned.apply(merged, update.lr, update.scaling, update.step, part)
+        finally:
+            pinned.unpin(changed=True)
+
+    # What was asked for is counted
+
+    def count_merged(self, sources: Sources, num_segments: int | None = None) -> None:
+        """Counts what was asked of this rank, of the first segments where a number is given."""
+        offsets = sources.merger.merged_offsets
+        if num_segments is not None:
+            offsets = np.minimum(offsets, offsets[num_segments])
+        self.counters.count_tables(sources.accesses, offsets)
+
+    def count_alone(self, group: HostRouteGroup) -> None:
+        """See `GroupExchange.count_alone`."""
+        send = group.look_up.send
+        self.counters.count_tables(send.accesses[0], send.segment_offsets[0])
+
+    def _count_into(self, group: HostRouteGroup, traffic: Traffic) -> None:
+        send = group.look_up.send
+        traffic.add(self.address_map, send.segment_offsets, send.accesses)
