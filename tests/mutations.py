@@ -164,8 +164,8 @@ MUTATIONS = [
     Mutation(
         "exact replicas: sums are added in another order",
         f"{EXCHANGE}/replica_sync.py",
-        "group.rows.combine(self._received(group), update)",
-        "group.rows.combine(self._received(group)[::-1], update)",
+        "group.rows.combine(deltas, update)",
+        "group.rows.combine(deltas[::-1], update)",
         REPLICAS,
     ),
     Mutation(
