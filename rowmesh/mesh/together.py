@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.plain import Plain, error_from_plain, error_to_plain
-from rowmesh.mesh.waiting import broadcast_object, complete
+from rowmesh.mesh.plain import Failure, Plain, error_from_plain, error_to_plain
+from rowmesh.mesh.waiting import broadcast_object, complete, gather_objects
 
 T = TypeVar("T")
 
@@ -27,6 +27,58 @@ def summed(mesh: Mesh, value: float, doing: str) -> float:
     total = torch.tensor([value], dtype=torch.float64)
     complete(mesh, lambda: dist.all_reduce(total, group=mesh.group, async_op=True), doing)
     return float(total)
+
+
+def first_failure(mesh: Mesh, own: Failure | None, doing: str) -> Failure | None:
+    """What the first rank met that failed at something; None where none did. Collective and blocking.
+
+    Args:
+        mesh: the ranks.
+        own: what this rank met.
+        doing: what they do, for the message of a PeerError.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    return next((sent for sent in gather_objects(mesh, own, doing) if sent is not None), None)
+
+
+def raise_first(mesh: Mesh, own: Failure | None, doing: str) -> None:
+    """Raises that on every rank, as the error that it was; arguments as for `first_failure`. Collective."""
+    failure = first_failure(mesh, own, doing)
+    if failure is None:
+        return
+    try:
+        error = error_from_plain(failure)
+    except (ValueError, KeyError, TypeError) as unknown:
+        raise PeerError(
+            f"while {doing}, a rank met an error that this rank cannot read ({unknown}); start all ranks with the same "
+            "version of rowmesh"
+        ) from unknown
+    raise error
+
+
+def everywhere(mesh: Mesh, doing: str, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank; every rank runs it. Collective and blocking.
+
+    Args:
+        mesh: the ranks.
+        doing: what the action is for, for the message of a PeerError.
+        action: what to do.
+
+    Raises:
+        RowmeshError, OSError: on every rank, where `action` raised one of them on any: that of the first.
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except (RowmeshError, OSError) as error:
+        if mesh.group is None:
+            raise
+        failure = error_to_plain(error)
+    raise_first(mesh, failure, doing)
+    return result  # pyright: ignore[reportReturnType]
 
 
 def on_rank_0(mesh: Mesh, doing: str, action: Callable[[], T], kind: type[Plain] | None = None) -> T:

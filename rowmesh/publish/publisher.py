@@ -14,7 +14,8 @@ import torch
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.waiting import broadcast_object, gather_objects
+from rowmesh.mesh.together import everywhere
+from rowmesh.mesh.waiting import broadcast_object
 from rowmesh.publish.generation import Generation, PublishedTable
 from rowmesh.publish.target import PartWriter, Target
 
@@ -226,18 +227,11 @@ class Publisher:
 
     def _together(self, action: Any, doing: str) -> Any:
         """Runs an action on every rank, and raises on all of them what one could not do."""
-        failure, result = "", None
-        try:
-            result = action()
-        except (RowmeshError, OSError) as error:
-            known = error if isinstance(error, RowmeshError) else StoreError(f"{self._target.name} failed: {error}")
-            if self._mesh is None:
-                raise known from error
-            failure = f"{type(known).__name__}\n{known}"
-        if self._mesh is None:
-            return result
-        failures = [text for text in gather_objects(self._mesh, failure, doing) if text]
-        if failures:
-            kind, text = failures[0].split("\n", 1)
-            raise (DataError if kind == "DataError" else StoreError)(text)
-        return result
+
+        def named() -> Any:
+            try:
+                return action()
+            except OSError as error:
+                raise StoreError(f"{self._target.name} failed: {error}") from error
+
+        return named() if self._mesh is None else everywhere(self._mesh, doing, named)
