@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Protocol, Self
 
 from rowmesh.errors import DataError
 
+logger = logging.getLogger("rowmesh")
 MAX_ROW_CHARACTERS = 10_000
 
 
@@ -28,6 +30,34 @@ class NoBadRows:
         raise DataError(f"{file}: row {line - 1}: {reason}")
 
 
+class FewBadRows:
+    """Leaves bad rows out, up to a limit, and keeps none: of those that models are evaluated on. Warns of the first.
+
+    Args:
+        max_bad_rows: how many bad rows are tolerated; one more raises.
+        option: what raises the limit, for the message.
+    """
+
+    def __init__(self, max_bad_rows: int, option: str) -> None:
+        self._max_bad_rows, self._option, self._num_bad_rows, self._first = max_bad_rows, option, 0, ""
+
+    def add(self, file: Path, line: int, reason: str, row: bytes | str) -> None:
+        """Counts one bad row.
+
+        Raises:
+            DataError: there are too many; names the first.
+        """
+        self._num_bad_rows += 1
+        self._first = self._first or f"{file}:{line}: {reason}"
+        if self._num_bad_rows > self._max_bad_rows:
+            raise DataError(
+                f"{self._num_bad_rows} bad rows, more than the {self._max_bad_rows} allowed; the first: {self._first}. "
+                f"Check the schema, mend the rows, or raise {self._option}"
+            )
+        if self._num_bad_rows == 1:
+            logger.warning("bad rows are left out, the first: %s", self._first)
+
+
 class Quarantine:
     """Writes every bad row to a file of JSON lines and stops when there are too many.
 
@@ -37,10 +67,11 @@ class Quarantine:
         path: the file; created with the first bad row.
         max_bad_rows: how many bad rows are tolerated; one more raises.
         keep_at: where the file is moved when that happens, since the folder it is in will not stay.
+        option: what raises the limit, for the message.
     """
 
-    def __init__(self, path: Path, max_bad_rows: int, keep_at: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, max_bad_rows: int, keep_at: Path, option: str = "--max-bad-rows") -> None:
+        self.path, self._option = path, option
         self.keep_at = keep_at
         self.max_bad_rows = max_bad_rows
         self.num_bad_rows = 0
@@ -58,6 +89,7 @@ class Quarantine:
         text = row.decode("utf-8", "backslashreplace") if isinstance(row, bytes) else row
         record = {"file": str(file), "line": line, "reason": reason, "row": text[:MAX_ROW_CHARACTERS]}
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.flush()  # a run that is killed does not read the row again
         self.num_bad_rows += 1
         if len(self._first) < 3:
             self._first.append(f"{file}:{line}: {reason}")
@@ -66,7 +98,7 @@ class Quarantine:
             shutil.move(self.path, self.keep_at)
             raise DataError(
                 f"{self.num_bad_rows} bad rows, more than the {self.max_bad_rows} allowed; {self.first()}\n"
-                f"They are in {self.keep_at}. Check the schema, mend the rows, or raise --max-bad-rows"
+                f"They are in {self.keep_at}. Check the schema, mend the rows, or raise {self._option}"
             )
 
     def first(self) -> str:

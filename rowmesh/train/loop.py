@@ -25,6 +25,7 @@ from rowmesh.train.gradients import saved_buffers
 from rowmesh.train.interval import Interval
 from rowmesh.train.job import Job
 from rowmesh.train.publications import Publications
+from rowmesh.train.raw_task import MAX_BAD_ROWS
 from rowmesh.train.run_folder import RunFolder
 from rowmesh.train.run_log import RunLog
 from rowmesh.train.steps import PipelinedSteps, PlainSteps, Steps
@@ -302,5 +303,5 @@ def _keep_bad_rows(trainer: Trainer, run: RunFolder, stack: ExitStack) -> None:
     if isinstance(trainer.loader, RawLoader):
         path = run.bad_rows(trainer.job.mesh.rank, trainer.step)
         path.parent.mkdir(exist_ok=True)
-        quarantine = Quarantine(path, trainer.config.data.max_bad_rows, keep_at=path)
+        quarantine = Quarantine(path, trainer.config.data.max_bad_rows, keep_at=path, option=MAX_BAD_ROWS)
         trainer.loader.quarantine = stack.enter_context(quarantine)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowmesh.mesh.together import summed
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.train.evaluation import AllPredictions, Evaluation
 from rowmesh.train.job import Job
@@ -40,19 +41,22 @@ class Progressive:
             self._parts.append((outputs.detach().to("cpu", torch.float32, copy=True), labels, weights))
 
     def after_step(self, step: int) -> Evaluation | None:
-        """The metrics of the window that ends with a step, if one does.
+        """The metrics of the window that ends with a step, if one does, and any of its samples counts.
 
         Collective: every rank calls it.
 
         Raises:
-            DataError: on every rank, where an output is not finite, or all samples of the window have weight 0.
+            DataError: on every rank, where an output is not finite.
         """
         if not self._every or step % self._every:
             return None
+        parts, self._parts = self._parts, []
+        weight = sum(float(len(labels) if weights is None else weights.sum()) for _, labels, weights in parts)
+        if not summed(self._job.mesh, weight, DOING):  # raw rows may all be bad
+            return None
         predictions = AllPredictions(self._job.targets)
-        for part in self._parts:
+        for part in parts:
             predictions.add(*part)
-        self._parts = []
         return predictions.metrics(self._job.mesh, DOING)
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rowmesh.data.quarantine import NoBadRows
+from rowmesh.data.quarantine import BadRows, FewBadRows, NoBadRows
 from rowmesh.data.raw import RawData, RawLoader
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.together import summed
@@ -20,6 +20,8 @@ from rowmesh.train.report import results
 from rowmesh.train.stopping import EarlyStopping
 from rowmesh.train.targets import targets_of
 from rowmesh.train.task import StepBatch, TrainingLoader
+
+MAX_BAD_ROWS = "data.max_bad_rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +64,9 @@ class RawTask(LabelledTask[RawData]):
 
     def loader(self, job: Job, *, validates: bool, is_asked: Callable[[], bool]) -> TrainingLoader:
         """All rows, once. Collective, where they are followed."""
-        return self._loader(job, agree=Following(job.mesh, is_asked) if self.data.follow else None)
+        return self._loader(job, NoBadRows(), agree=Following(job.mesh, is_asked) if self.data.follow else None)
 
-    def _loader(self, job: Job, location: str = "", agree: Following | None = None) -> RawLoader:
+    def _loader(self, job: Job, quarantine: BadRows, location: str = "", agree: Following | None = None) -> RawLoader:
         schema = self.data.schema
         if not any(table.takes_scores for table in job.embeddings.tables):
             schema = schema.model_copy(update={"score": None})
@@ -72,7 +74,7 @@ class RawTask(LabelledTask[RawData]):
             self.data.source(location),
             schema,
             batch_size=chosen(self.config.data.batch_size),
-            quarantine=NoBadRows(),
+            quarantine=quarantine,
             rank=job.mesh.rank,
             world_size=job.mesh.world_size,
             seed=self.data.hash_seed,
@@ -85,8 +87,12 @@ class RawTask(LabelledTask[RawData]):
         return summed(job.mesh, batch.weight, "summing the sample weights of all ranks")
 
     def evaluate(self, job: Job, split: str, on_batch: Callable[[int], None]) -> Evaluation:
-        """Every row of a folder or file once."""
-        return evaluate(job, "test", on_batch, self._loader(job, split))
+        """Every row of a folder or file once; bad ones are left out, as many on each rank as in training."""
+        return evaluate(job, "test", on_batch, self.rows_of(job, split))
+
+    def rows_of(self, job: Job, split: str) -> RawLoader:
+        """Those of a folder or file that models are evaluated on."""
+        return self._loader(job, FewBadRows(self.config.data.max_bad_rows, MAX_BAD_ROWS), split)
 
     def validate(self, job: Job) -> Evaluation:
         """Never: `check_raw` refuses it."""

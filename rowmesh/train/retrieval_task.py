@@ -137,4 +137,4 @@ class RawRetrievalTask(_Retrieves[RawData], RawTask):
 
     def evaluate(self, job: Job, split: str, on_batch: Callable[[int], None]) -> Evaluation:
         """Every row of a folder or file with a label above 0."""
-        return evaluate_retrieval(job, "test", lambda: self._loader(job, split), on_batch)
+        return evaluate_retrieval(job, "test", lambda: self.rows_of(job, split), on_batch)

@@ -9,7 +9,7 @@ from rowmesh.train.config import Config
 
 _FREE_SECTIONS = ("run", "checkpoint", "publish", "placement", "pipeline", "tiers")
 _FREE_KEYS = {
-    "data": ("folder", "test"),  # the contents are compared by their digest
+    "data": ("folder", "raw_schema", "test", "max_bad_rows", "follow"),  # contents are compared by their digest
     "parallel": ("transport", "timeout_s", "together"),
     "train": ("device", "cuda_graphs", "log_every", "progressive_every", "start_from"),
 }

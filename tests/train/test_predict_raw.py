@@ -69,6 +69,21 @@ def test_integers_are_the_text_that_a_file_has_of_them(raw_run, tmp_path):
     assert model.unseen["user"] == 0
 
 
+def test_what_is_derived_is_what_it_is_in_training(raw_run, tmp_path):
+    schema = (tmp_path / "schema.toml").read_text()
+    derived = '["user", {name = "hour", column = "item", derive = "hour_of_day", time_format = "i%H"}]'
+    (tmp_path / "schema.toml").write_text(schema.replace('["user", "item"]', derived))
+    for path in [*(tmp_path / "rows").iterdir(), *(tmp_path / "test").iterdir()]:
+        head, *lines = path.read_text().splitlines()
+        hours = (f"{line.rsplit(',', 1)[0]},i{number % 24:02}" for number, line in enumerate(lines))
+        path.write_text("\n".join([head, *hours]) + "\n")
+    run, file = raw_run()
+    expected = evaluated(run)
+    done = predict(run, file, tmp_path / "scores.parquet")
+    assert np.array_equal(pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy(), expected)
+    assert done.unseen["hour"] == 0
+
+
 def test_raw_runs_say_what_they_have_not(raw_run, tmp_path):
     run, _ = raw_run()
     with pytest.raises(RowmeshError, match="leave out --data"):

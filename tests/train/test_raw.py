@@ -3,14 +3,16 @@
 import json
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.raw import ids_of
 from rowmesh.dynamic.reference import ReferenceShards
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.tables import Dynamic
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
@@ -108,6 +110,45 @@ def test_rows_of_no_use_are_kept_and_counted(config_file, tmp_path, command):
     done = command(["train", str(config_file), *TABLES, "data.max_bad_rows=0", "--overwrite"], ranks=1)
     assert done.status != 0
     assert "2.csv" in done.err
+
+
+def test_a_run_that_met_too_many_bad_rows_goes_on_with_a_larger_limit(config_file, tmp_path, monkeypatch):
+    """The schema is named relative to the folder that the command runs in, as the documentation does."""
+    monkeypatch.chdir(tmp_path)
+    options = [*TABLES, "data.raw_schema=schema.toml", "checkpoint.every_steps=2"]
+    with (tmp_path / "rows" / "2.csv").open("a") as file:
+        file.write("perhaps,0.5,u1,i1\n")
+    with pytest.raises(DataError, match=r"1 bad rows, more than the 0 allowed(.|\n)*raise data.max_bad_rows$"):
+        run_training(resolve(config_file, [*options, "data.max_bad_rows=0"]))
+    run_training(resolve(config_file, options), resume="latest")
+    assert lines_of(tmp_path / "run", "train")[-1]["step"] == 10
+
+
+def test_bad_rows_are_on_disk_at_once(tmp_path):
+    with Quarantine(tmp_path / "bad", 9, tmp_path / "kept") as quarantine:
+        quarantine.add(Path("rows.csv"), 3, "no label", b"x")
+        assert json.loads((tmp_path / "bad").read_text())["line"] == 3
+
+
+def test_bad_rows_of_an_evaluation_are_left_out_and_named(config_file, tmp_path, caplog):
+    test = tmp_path / "test" / "0.csv"
+    test.write_text(test.read_text() + "perhaps,0.5,u1,i1\n")
+    options = [*TABLES, f"data.test={tmp_path / 'test'}"]
+    run_training(resolve(config_file, options))
+    assert json.loads((tmp_path / "run" / "evaluation" / "test.json").read_text())["samples"] == 100
+    assert "bad rows are left out, the first: " in caplog.text
+    assert "0.csv:102: click is 'perhaps'" in caplog.text
+    with pytest.raises(DataError, match=r"1 bad rows, more than the 0 allowed; the first: .*0\.csv:102: click is"):
+        run_training(resolve(config_file, [*options, "data.max_bad_rows=0"]), overwrite=True)
+
+
+def test_a_window_without_a_row_of_use_has_no_line(config_file, tmp_path):
+    path = tmp_path / "rows" / "0.csv"
+    head, *lines = path.read_text().splitlines()
+    lines[64:128] = ["perhaps,0.5,u1,i1"] * 64
+    path.write_text("\n".join([head, *lines]) + "\n")
+    run_training(resolve(config_file, [*TABLES, "train.progressive_every=1"]))
+    assert [line["step"] for line in lines_of(tmp_path / "run", "progressive")] == [1, *range(3, 11)]
 
 
 @pytest.mark.parametrize(

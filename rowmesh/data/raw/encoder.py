@@ -23,12 +23,14 @@ from rowmesh.sparse import SparseBatch
 def raw_encoder(data: RawData) -> Encoder:
     """Maps raw values to ids of 64 bits, as `ids_of` does.
 
-    Text files hold text alone: integers are taken as the digits that such a file has of them.
+    Text files hold text alone: integers are taken as the digits that such a file has of them, but for those that are
+    derived, which are integers in training too.
     """
     is_text = data.schema.format == "text"
+    as_read = {feature.name for feature in data.schema.categorical if feature.derive is None}
 
     def encode(name: str, values: pa.Array) -> NDArray[np.int64]:
-        if is_text and pa.types.is_integer(values.type):
+        if is_text and name in as_read and pa.types.is_integer(values.type):
             values = values.cast(pa.string())
         return ids_of(values, data.hash_seed)
 
