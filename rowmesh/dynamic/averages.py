@@ -12,7 +12,8 @@ from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
-from rowmesh.mesh.waiting import gather_objects
+from rowmesh.mesh.plain import PlainError, error_to_plain
+from rowmesh.mesh.together import first_failure
 
 
 class Averages:
@@ -30,7 +31,7 @@ class Averages:
             table.merging = self.tables[name]
 
     def __call__(
-        self, number: int, step: int, counters: CommonCounters, agree: Callable[[str], None]
+        self, number: int, step: int, counters: CommonCounters, agree: Callable[[PlainError | None], None]
     ) -> dict[str, MergedIds]:
         """Makes what groups know of each table one, or of none. Collective among all ranks of all groups.
 
@@ -38,8 +39,7 @@ class Averages:
             number: of the last batch that was opened.
             step: how many were opened for training.
             counters: of messages.
-            agree: is called with what this rank cannot do, in two lines as `Owners.decide` has it; raises that on all
-                ranks of the group.
+            agree: is called with why the ranks of these shards cannot; raises that on all ranks of the group.
 
         Raises:
             NoRoomError, StoreError: some group cannot; nothing has changed then, in none.
@@ -47,13 +47,13 @@ class Averages:
         """
         self._check_steps(step, counters)
         drafts = {name: table.find(self._channel, counters) for name, table in self.tables.items()}
-        failure = ""
+        failure: PlainError | None = None
         for name, each in drafts.items():
             try:
                 self.tables[name].check(each)
             except RowmeshError as error:
-                failure = failure or f"{type(error).__name__}\n{error}"
-        agree(self._first(failure, counters))
+                failure = failure or error_to_plain(error)
+        agree(first_failure(self._mesh, failure, DOING))
         return {name: self.tables[name].unite(each, self._channel, counters, number) for name, each in drafts.items()}
 
     def _check_steps(self, step: int, counters: CommonCounters) -> None:
@@ -64,9 +64,3 @@ class Averages:
                 f"rank {self._mesh.name(self._mesh.rank)}: replicas of dynamic tables have opened differently many "
                 f"batches: {opened}; every rank must call forward and step equally often"
             )
-
-    def _first(self, failure: str, counters: CommonCounters) -> str:
-        """What the first of the ranks with the same shards cannot do."""
-        if not self._channel.post_gather(torch.tensor([len(failure)]), counters, DOING).wait().any():
-            return ""
-        return next(text for text in gather_objects(self._mesh, failure, DOING) if text)

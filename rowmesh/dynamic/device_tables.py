@@ -19,6 +19,7 @@ from rowmesh.dynamic.layout import num_used, rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.shards import shape_of
 from rowmesh.errors import RowmeshError
+from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.ops.dynamic_index.device import DeviceIndex, DeviceIndexes
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic import Dynamic
@@ -96,7 +97,9 @@ class DeviceTables:
         self._tables = tables
         self._indexes: DeviceIndexes = tables[0][1].device_index.indexes
 
-    def decide(self, asked: DeviceAsked, number: int, opens: Sequence[bool], step: int, ahead: Container[int]) -> str:
+    def decide(
+        self, asked: DeviceAsked, number: int, opens: Sequence[bool], step: int, ahead: Container[int]
+    ) -> PlainError | None:
         """Finds the frames of a batch, and opens the step of those tables that train.
 
         Args:
@@ -105,9 +108,10 @@ class DeviceTables:
             opens, step, ahead: see `rowmesh.dynamic.owners.Owners.decide`.
 
         Returns:
-            Which error it was, and its message, in two lines; empty where there was none.
+            The error of the first table that failed.
         """
-        found, failure = self._indexes.look_up(asked.ids, asked.bounds), ""
+        failure: PlainError | None = None
+        found = self._indexes.look_up(asked.ids, asked.bounds)
         is_plain = [opens[place] and owned.is_plain(step) for place, owned in self._tables]
         if any(is_plain):
             self._indexes.touch(found, is_plain, step)
@@ -124,7 +128,7 @@ class DeviceTables:
                 else:
                     owned.find_found(number, found, ahead)
             except RowmeshError as error:
-                failure = failure or f"{type(error).__name__}\n{error}"
-        if not failure:
+                failure = failure or error_to_plain(error)
+        if failure is None:
             asked.frames = self._indexes.slots_of(found)
         return failure

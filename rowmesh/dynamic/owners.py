@@ -15,6 +15,7 @@ from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.asking import largest
 from rowmesh.dynamic.mail import Arrived
 from rowmesh.errors import RowmeshError
+from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.ops import dynamic_requests
 from rowmesh.ops.dynamic_requests import cpu
 from rowmesh.ops.memory import array_at
@@ -54,15 +55,15 @@ class Owners:
         for place, owned in self._owned:
             self._is_always_plain[place] = owned.is_always_plain
 
-    def release(self, first: int) -> str:
+    def release(self, first: int) -> PlainError | None:
         """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""
-        failure = ""
+        failure: PlainError | None = None
         for owned in self._all:
             try:
                 owned.release(first)
             except RowmeshError as error:
-                failure = failure or f"{type(error).__name__}\n{error}"
-        if not failure:  # else a table still has what known ids were
+                failure = failure or error_to_plain(error)
+        if failure is None:  # else a table still has what known ids were
             while self._kept and self._kept[0][0] < first:
                 self._spare.append(self._kept.popleft()[1])
         return failure
@@ -93,7 +94,9 @@ class Owners:
         for owned in self._all:
             owned.close()
 
-    def decide(self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]) -> str:
+    def decide(
+        self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]
+    ) -> PlainError | None:
         """Answers all requests, at `arrived.rows_at`.
 
         Args:
@@ -104,13 +107,13 @@ class Owners:
             ahead: batches that a pipeline has opened before their turn.
 
         Returns:
-            Which error it was, and its message, in two lines; empty where there was none.
+            The error of the first table that failed.
         """
         begins = arrived.sizes.cumsum(axis=1) - arrived.sizes
         totals = arrived.sizes.sum(axis=0).tolist()
         before, at = self._room(number, sum(totals)), 0
         known = self._open_known(arrived, begins, opens, step, before)
-        failure = ""
+        failure: PlainError | None = None
         is_known, hits = known.tolist(), self._outcome[:, cpu.HITS].tolist()
         for place, owned in self._owned:
             if is_known[place]:
@@ -121,7 +124,7 @@ class Owners:
             try:
                 self._decide_one(place, arrived, begins, number, step, ahead, opens=opens[place])
             except RowmeshError as error:
-                failure = failure or f"{type(error).__name__}\n{error}"
+                failure = failure or error_to_plain(error)
         return failure
 
     def _open_known(

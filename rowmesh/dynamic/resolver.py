@@ -36,13 +36,13 @@ from rowmesh.dynamic.mail import Arrived, Letter, LocalMail, Mail, MessageMail, 
 from rowmesh.dynamic.merging import MergedIds
 from rowmesh.dynamic.owners import Owners
 from rowmesh.dynamic.state import Statistics
-from rowmesh.errors import ConfigurationError, DataError, NoRoomError, PeerError, RowmeshError, StoreError
+from rowmesh.errors import ConfigurationError, DataError, PeerError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
-from rowmesh.mesh.waiting import gather_objects
+from rowmesh.mesh.plain import PlainError, error_from_plain
+from rowmesh.mesh.together import first_failure
 
 _FIND, _OPEN = 0, 1
-_FAILURES = (NoRoomError, DataError, StoreError)
 
 
 class Resolver:
@@ -146,11 +146,10 @@ class Resolver:
         with self._lock:
             return self.averages(self.leases.next - 1, self.step, self.counters, self._agree)
 
-    def _agree(self, failure: str) -> None:
+    def _agree(self, failure: PlainError | None, doing: str = "averaging dynamic tables") -> None:
         """Raises on all ranks what one of them cannot do."""
-        flags = self._channel.post_gather(torch.tensor([len(failure)]), self.counters, "averaging dynamic tables")
-        if flags.wait().any():
-            self._raise(failure)
+        if (first := first_failure(self._mesh, failure, doing)) is not None:
+            raise error_from_plain(first)
 
     def put_back(self, merged: Mapping[str, MergedIds]) -> None:
         """The rows of these ids were not averaged: `merge` returns them again."""
@@ -245,9 +244,9 @@ class Resolver:
         failure = failure or self._owners.decide(arrived, number, opened, self.step, self.leases.ahead)
         if self._on_device is not None and on_device is not None:
             failure = failure or self._on_device.decide(on_device, number, opened, self.step, self.leases.ahead)
-        has_failed, rows_at = self._mail.answer(failed=bool(failure))
+        has_failed, rows_at = self._mail.answer(failed=failure is not None)
         if has_failed:
-            self._raise(failure)
+            self._agree(failure, "resolving ids")
         self._dealer.take(asked, rows_at)
         if not all(opened):
             self._note_shared(asked, opened)
@@ -279,9 +278,3 @@ class Resolver:
                 f"rank {self._mesh.name(self._mesh.rank)}: ranks {training} look up with gradients, the others "
                 "without; every rank must train and evaluate alike"
             )
-
-    def _raise(self, failure: str) -> None:
-        """Raises on all ranks what one of them could not do."""
-        everyone = gather_objects(self._mesh, failure, "resolving ids")
-        name, text = next(text.split("\n", 1) for text in everyone if text)
-        raise next((kind for kind in _FAILURES if kind.__name__ == name), RowmeshError)(text)
