@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rowmesh.dynamic.collected import make_resolver
 from rowmesh.dynamic.known import KnownRows, known_rows
-from rowmesh.dynamic.leases import Lease
+from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
@@ -138,7 +138,7 @@ class Engine:
                 means.resolver = self.resolver
         indexed = () if self.resolver is None else self.resolver.device_tables
         self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
-        self._settling: list[Lease] = []  # of batches whose gradients other replicas may still send
+        self._last_pins: list[BatchPin] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
         self._fetching = threading.Lock()  # ranks number their fetches alike
@@ -214,15 +214,15 @@ class Engine:
             self.step_count += 1
             for exchange in self.exchanges:
                 exchange.counters.pushes += 1
-            self._end([route.lease for route in taken if route.lease is not None])
+            self._end([route.pin for route in taken if route.pin is not None])
 
-    def _end(self, leases: list[Lease]) -> None:
+    def _end(self, pins: list[BatchPin]) -> None:
         """Batches have had their step. What replicas send of it comes before the next one ends."""
-        for lease in leases:
-            lease.is_ahead, lease.is_kept = False, True
-        done, self._settling = (self._settling, leases) if self._replicated else (leases, [])
-        for lease in done:
-            lease.end()
+        for pin in pins:
+            pin.is_ahead, pin.is_kept = False, True
+        done, self._last_pins = (self._last_pins, pins) if self._replicated else (pins, [])
+        for pin in done:
+            pin.end()
 
     def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
         resolve = None if self.resolver is None else partial(self.resolver, time=batch.time, is_ahead=is_ahead)
@@ -432,8 +432,8 @@ class Engine:
             each.update(window, step)
         for exchange in self.exchanges:
             exchange.counters.pushes += 1
-        if window.route.lease is not None:
-            self._end([window.route.lease])
+        if window.route.pin is not None:
+            self._end([window.route.pin])
 
     # What happens between two steps
 

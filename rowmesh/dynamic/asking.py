@@ -1,4 +1,4 @@
-"""Asking: a rank's distinct ids of all dynamic tables, dealt to the owners of their shards."""
+"""Asking: a rank's distinct ids of all dynamic tables, routed to the owners of their shards."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def largest(scores: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
     return found
 
 
-class Dealer:
-    """Knows the owners of all tables.
+class RequestRouter:
+    """Routes ids to the owners of their shards, and the rows that these answer back.
 
     Args:
         tables: of all groups, in their order.

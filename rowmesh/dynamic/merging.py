@@ -175,7 +175,7 @@ class Merging:
 
         Raises:
             StoreError: the store does not answer; names it.
-            NoRoomError: ids do not fit, or leases hold the frames.
+            NoRoomError: ids do not fit, or pins hold the frames.
         """
         if draft.failure is not None:
             raise draft.failure

@@ -321,7 +321,7 @@ class OwnedTable:
     def _take_visitors(self, number: int, count: int) -> np.ndarray:
         self._visitors.check(count)
         visitors = self._visitors.take(count)
-        self._visitors.lease(visitors)
+        self._visitors.pin(visitors)
         self._changes.append(Change(number=number, visitors=visitors))
         return visitors + self._first_visitor
 
@@ -412,7 +412,7 @@ class OwnedTable:
             del self._kept[0]
         while self._changes and self._changes[0].number < first:
             if self._demoted is not None:
-                self._demoted.settle(self._changes[0])
+                self._demoted.flush(self._changes[0])
             self._free(self._changes.pop(0))
 
     def keep_undo(self) -> None:
@@ -436,7 +436,7 @@ class OwnedTable:
             self._demoted.undo(change, before.left_ids)
         self._changes = sorted([*self._changes, *change.taken], key=lambda each: each.number)
 
-    def settle(self) -> Demoted | None:
+    def flush(self) -> Demoted | None:
         """What is demoted here, when all of it is in the store; with no batch under way. None: nothing ever is.
 
         Raises:
@@ -444,8 +444,8 @@ class OwnedTable:
         """
         if self._demoted is not None:
             for change in self._changes:
-                self._demoted.settle(change)
-                change.settled()
+                self._demoted.flush(change)
+                change.flushed()
         return self._demoted
 
     def _free(self, change: Change) -> None:

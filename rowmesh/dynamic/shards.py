@@ -80,7 +80,7 @@ class DynamicShards:
         table: its name, which seeds the hash.
         rules: of the whole table.
         shards: those that are here.
-        num_frames: frames that ids, guests and leases share; more than the capacity of the shards.
+        num_frames: frames that ids and batches under way share; more than the capacity of the shards.
         index: on a device, of the shape that `shape_of` gives; None: in the host's memory.
 
     Attributes:
@@ -148,7 +148,7 @@ class DynamicShards:
 
         Raises:
             DataError: these arguments do not fit the rules.
-            NoRoomError: a shard cannot hold the batch's ids, or leases hold the frames; nothing has changed then.
+            NoRoomError: a shard cannot hold the batch's ids, or pins hold the frames; nothing has changed then.
         """
         check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
         check_step(self.table, step, self._step)
@@ -208,18 +208,18 @@ class DynamicShards:
         opened = Opened.of(frames, fresh, ~decision.admitted, ~fresh, evicted)
         return seen.ids, seen.counts, replace(opened, num_hits=int(seen.touched.sum()))
 
-    def undo(self, before: Before, leased: np.ndarray = _NONE) -> None:
+    def undo(self, before: Before, pinned: np.ndarray = _NONE) -> None:
         """Takes the last step back, of which nothing was released.
 
         Args:
             before: what it returned.
-            leased: frames that were leased to ids which came back in it.
+            pinned: frames, then pinned, of ids which came back in it.
         """
         index = self.host_index
         entered, left = self._locate(before.entered_ids), self._locate(before.left_ids)
         frames = index.erase(entered.ids, entered.hashes, entered.shards)
-        self._frames.lease(frames)
-        self._frames.release(frames[~np.isin(frames, leased)])
+        self._frames.pin(frames)
+        self._frames.release(frames[~np.isin(frames, pinned)])
         index.insert(left.ids, left.hashes, left.shards, before.left_frames)
         self._frames.take_back(before.left_frames)
         index.set_facts(before.left_frames, before.left_facts)
@@ -316,8 +316,8 @@ class DynamicShards:
         """Gives unknown ids frames, and lets those enter that were admitted; the last that a step does."""
         admitted = decision.admitted
         frames = self._frames.take(len(admitted))
-        self._frames.lease(frames[~admitted])
-        self._frames.lease(evicted)
+        self._frames.pin(frames[~admitted])
+        self._frames.pin(evicted)
         new = unknown.located.at(admitted)
         what = decision.totals[admitted], unknown.given[admitted]
         self._index.enter(new.ids, new.hashes, new.shards, frames[admitted], *what, step)
@@ -349,7 +349,7 @@ class DynamicShards:
         return np.concatenate([expired, left[0]]), np.concatenate([ids, left[1]]), np.concatenate([facts, left[2]])
 
     def release(self, frames: np.ndarray) -> None:
-        """Frees frames of guests and victims whose leases ended."""
+        """Frees frames of guests and victims that no batch pins any more."""
         self._frames.release(frames)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -403,8 +403,8 @@ class DynamicShards:
 
         Args:
             merged: the ids.
-            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, leased, that ids have which are in no
-                index; −1: none. Those that do not enter get frames then too, which are leased.
+            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, pinned, that ids have which are in no
+                index; −1: none. Those that do not enter get frames then too, which are pinned.
         """
         batch, frames, stays = self._find_merged(merged)
         index, facts, is_new = self.host_index, merged.facts, frames < 0
@@ -413,7 +413,7 @@ class DynamicShards:
         left = np.concatenate([frames[~is_new & ~stays], self._find_surplus(batch, frames, stays, facts)])
         left_facts, leaving = index.facts(left), self._locate(index.ids_of(left))
         index.erase(leaving.ids, leaving.hashes, leaving.shards)
-        self._frames.lease(left)
+        self._frames.pin(left)
         stays &= is_new | ~np.isin(frames, left)
         entered = np.flatnonzero(is_new & stays if rows_at is None else is_new)
         frames[entered] = self._frames_for(np.full(len(entered), -1) if rows_at is None else rows_at[entered])
@@ -424,7 +424,7 @@ class DynamicShards:
         if rows_at is None:
             frames[~stays] = -1
         else:
-            self._frames.lease(frames[is_new & ~stays])
+            self._frames.pin(frames[is_new & ~stays])
         index.forget_order(np.unique(batch.shards))
         self.expiry.begin_anew()
         return United(frames, stays, entered, leaving.ids, left, left_facts)
@@ -437,7 +437,7 @@ class DynamicShards:
         return batch, frames, merged.enters & (merged.facts[:, 0] - 1 > past)
 
     def _frames_for(self, frames: np.ndarray) -> np.ndarray:
-        """Frames for ids: those that they still have, leased; −1: free ones."""
+        """Frames for ids: those that they still have, pinned; −1: free ones."""
         frames = frames.copy()
         self._frames.take_back(frames[frames >= 0])
         frames[frames < 0] = self._frames.take(int((frames < 0).sum()))

@@ -105,7 +105,7 @@ class Promoted:
     Attributes:
         places: int64 `[R]`, in the step's ids, ascending.
         facts: int64 `[R, 3]`: last steps + 1, counts and frequencies.
-        frames: int64 `[R]`, where their rows still are, leased; −1: in none.
+        frames: int64 `[R]`, where their rows still are, pinned; −1: in none.
     """
 
     places: np.ndarray
