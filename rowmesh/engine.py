@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.collected import make_resolver
 from rowmesh.dynamic.known import KnownRows, known_rows
 from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
+from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
@@ -48,7 +50,7 @@ from rowmesh.pending import Pending
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import DenseArena, TableSpec, fuse
+from rowmesh.tables import DenseArena, RowStore, TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 
@@ -481,25 +483,24 @@ class Engine:
 
     def known_rows(self, table: str) -> KnownRows:
         """The ids and rows of a dynamic table on this rank."""
-        if self.resolver is None or table not in self.resolver.tables:
-            raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
-        _, exchange, _ = self._find(table)
-        self.resolver.check_idle("read known rows")
-        found = self.resolver.tables[table]
-        return known_rows(found.spec, found.owned, exchange.arena)
+        _, found, arena = self._find_dynamic(table, "read known rows")
+        return known_rows(found.spec, found.owned, arena)
 
     def records(self, table: str) -> Records | None:
         """What a dynamic table knows on this rank; None where it has no shard of it."""
+        resolver, found, arena = self._find_dynamic(table, "save and load")
+        if found.owned is None:
+            return None
+        assert isinstance(arena, DenseArena)
+        return Records(found.spec, found.owned, arena, step=resolver.step, is_first=found.replica == 0)
+
+    def _find_dynamic(self, table: str, doing: str) -> tuple[Resolver, DynamicTable, RowStore]:
+        """What decides of a dynamic table, the table, and what has its rows; no pipeline has opened batches ahead."""
         if self.resolver is None or table not in self.resolver.tables:
             raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
         _, exchange, _ = self._find(table)
-        self.resolver.check_idle("save and load")
-        found = self.resolver.tables[table]
-        if found.owned is None:
-            return None
-        assert isinstance(exchange.arena, DenseArena)
-        step, is_first = self.resolver.step, found.replica == 0
-        return Records(found.spec, found.owned, exchange.arena, step=step, is_first=is_first)
+        self.resolver.check_idle(doing)
+        return self.resolver, self.resolver.tables[table], exchange.arena
 
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""

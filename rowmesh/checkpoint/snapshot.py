@@ -25,7 +25,6 @@ from rowmesh.dynamic.records import KnownBefore, KnownCopy, Records
 from rowmesh.faults import reach
 
 if TYPE_CHECKING:
-    from rowmesh.dynamic.records import Records
     from rowmesh.tables import RowStore, TableSpec
     from rowmesh.tables.row_store import Piece
 

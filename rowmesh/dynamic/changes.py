@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-NONE, NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
+from rowmesh.dynamic.state import NO_FACTS, NONE
 
 
 @dataclass(kw_only=True)

@@ -189,7 +189,7 @@ class Owners:
             scores = None
             if owned.is_scored:
                 scores = largest(scored[0], found.inverse, len(order))[order]
-            rows[order] = owned.open(number, ascending, found.counts[order], step, arrived.time, scores)
+            rows[order] = owned.open(number, ascending, found.counts[order], step, scores, arrived.time)
         else:
             rows[order] = owned.find(number, ascending, ahead)
         answers, begin = rows[found.inverse], 0

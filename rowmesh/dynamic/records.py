@@ -20,7 +20,7 @@ from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import ShardState
+from rowmesh.dynamic.state import NONE, ShardState
 from rowmesh.dynamic.stored_changes import StoredChanges, Touched
 from rowmesh.ops.dynamic_index.cpu import ID, SEEN
 from rowmesh.tables import TableSpec
@@ -291,7 +291,7 @@ class Records:
             sketch = read(SKETCH, slice(number, number + 1)).numpy()[0]
         if rules_of(self._table).ttl_seconds:
             columns |= {"last_times": read(TIMES, of_ids).numpy(), "now": int(read(NOW, slice(number, number + 1)))}
-        return ShardState(**columns, frames=np.empty(0, np.int64), sketch=sketch, step=step, window=window)
+        return ShardState(**columns, frames=NONE, sketch=sketch, step=step, window=window)
 
 
 def _touched(demoted: Demoted, before: KnownBefore | None) -> Touched | None:

@@ -17,6 +17,8 @@ from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.room import Room, smallest
 from rowmesh.dynamic.state import (
+    NO_FACTS,
+    NONE,
     Before,
     MergedFacts,
     Opened,
@@ -42,8 +44,7 @@ _KINDS = {
     "score": victims.GIVEN,
 }
 _MAX_FRAMES = 2**32 - 1
-_NONE, _NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
-_NOTHING = Promoted(_NONE, _NO_FACTS, _NONE)
+_NOTHING = Promoted(NONE, NO_FACTS, NONE)
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,11 @@ class DynamicShards:
         new = np.flatnonzero(is_new)
         unknown = _Unknown(batch.at(new), counts[new], given[new])
         touched = self._by_shard(batch.shards[frames >= 0])
-        expired = self.expiry.due(past, self.host_index.records, frames) if self.expiry.is_used else _NONE
+        expired = self.expiry.due(past, self.host_index.records, frames) if self.expiry.is_used else NONE
         back = batch.shards[promoted.places]
         decision = self._decide(unknown, touched, step, expired, back, int((promoted.frames < 0).sum()))
-        known, last = frames[frames >= 0] if self.keeps_before else _NONE, (self._step, self._window)
-        facts = self._index.facts(known) if self.keeps_before else _NO_FACTS
+        known, last = frames[frames >= 0] if self.keeps_before else NONE, (self._step, self._window)
+        facts = self._index.facts(known) if self.keeps_before else NO_FACTS
         advanced = self.expiry.clock.advance(step, time)
         uncount = self._commit(unknown, decision)
         self._index.touch(frames, batch.shards, counts, given, step)
@@ -208,7 +209,7 @@ class DynamicShards:
         opened = Opened.of(frames, fresh, ~decision.admitted, ~fresh, evicted)
         return seen.ids, seen.counts, replace(opened, num_hits=int(seen.touched.sum()))
 
-    def undo(self, before: Before, pinned: np.ndarray = _NONE) -> None:
+    def undo(self, before: Before, pinned: np.ndarray = NONE) -> None:
         """Takes the last step back, of which nothing was released.
 
         Args:
@@ -268,8 +269,8 @@ class DynamicShards:
         unknown: _Unknown,
         touched: np.ndarray,
         step: int,
-        expired: np.ndarray = _NONE,
-        back: np.ndarray = _NONE,
+        expired: np.ndarray = NONE,
+        back: np.ndarray = NONE,
         num_more: int = 0,
     ) -> _Decision:
         """Decides what to do; changes nothing that `_commit` would not make good, also where it raises.
@@ -454,7 +455,7 @@ class DynamicShards:
         surplus = self._surplus(batch, frames, stays)
         full = np.flatnonzero(surplus)
         if not len(full):
-            return np.empty(0, np.int64)
+            return NONE
         held = [self._index.slots_in(shard) for shard in full.tolist()]
         held = [each[~np.isin(each, frames[~stays])] for each in held]
         here = np.concatenate(held)
@@ -485,10 +486,10 @@ class DynamicShards:
         """Replaces these; the window stays."""
         if self._candidates is None:
             return
-        batch, none = self._locate(ids), np.empty(0, np.int64)
+        batch = self._locate(ids)
         for local, sketch in enumerate(sketches):
             mine = np.flatnonzero(batch.shards == local)
-            columns = (none, none, none, none, none, sketch, batch.ids[mine], counts[mine])
+            columns = (NONE, NONE, NONE, NONE, NONE, sketch, batch.ids[mine], counts[mine])
             self._candidates.load(local, ShardState(*columns, self._step, self._window), batch.at(mine))
 
     # What is saved
@@ -518,9 +519,8 @@ class DynamicShards:
 
     def counted_in(self, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sketch of a shard, and its ids that are not admitted yet with their sightings: copies."""
-        none = np.zeros(0, np.int64)
         if self._candidates is None:
-            return np.zeros((0, self.rules.sketch_width), np.int64), none, none
+            return np.zeros((0, self.rules.sketch_width), np.int64), NONE, NONE
         return self._candidates.state_of(self._local(shard))
 
     @property
