@@ -20,10 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.collected import make_resolver
 from rowmesh.dynamic.known import KnownRows, known_rows
-from rowmesh.dynamic.leases import Lease
+from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
+from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
@@ -48,7 +50,7 @@ from rowmesh.pending import Pending
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import DenseArena, TableSpec, fuse
+from rowmesh.tables import DenseArena, RowStore, TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 
@@ -138,7 +140,7 @@ class Engine:
                 means.resolver = self.resolver
         indexed = () if self.resolver is None else self.resolver.device_tables
         self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
-        self._settling: list[Lease] = []  # of batches whose gradients other replicas may still send
+        self._last_pins: list[BatchPin] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
         self._fetching = threading.Lock()  # ranks number their fetches alike
@@ -214,15 +216,15 @@ class Engine:
             self.step_count += 1
             for exchange in self.exchanges:
                 exchange.counters.pushes += 1
-            self._end([route.lease for route in taken if route.lease is not None])
+            self._end([route.pin for route in taken if route.pin is not None])
 
-    def _end(self, leases: list[Lease]) -> None:
+    def _end(self, pins: list[BatchPin]) -> None:
         """Batches have had their step. What replicas send of it comes before the next one ends."""
-        for lease in leases:
-            lease.is_ahead, lease.is_kept = False, True
-        done, self._settling = (self._settling, leases) if self._replicated else (leases, [])
-        for lease in done:
-            lease.end()
+        for pin in pins:
+            pin.is_ahead, pin.is_kept = False, True
+        done, self._last_pins = (self._last_pins, pins) if self._replicated else (pins, [])
+        for pin in done:
+            pin.end()
 
     def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
         resolve = None if self.resolver is None else partial(self.resolver, time=batch.time, is_ahead=is_ahead)
@@ -432,8 +434,8 @@ class Engine:
             each.update(window, step)
         for exchange in self.exchanges:
             exchange.counters.pushes += 1
-        if window.route.lease is not None:
-            self._end([window.route.lease])
+        if window.route.pin is not None:
+            self._end([window.route.pin])
 
     # What happens between two steps
 
@@ -481,25 +483,24 @@ class Engine:
 
     def known_rows(self, table: str) -> KnownRows:
         """The ids and rows of a dynamic table on this rank."""
-        if self.resolver is None or table not in self.resolver.tables:
-            raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
-        _, exchange, _ = self._find(table)
-        self.resolver.check_idle("read known rows")
-        found = self.resolver.tables[table]
-        return known_rows(found.spec, found.owned, exchange.arena)
+        _, found, arena = self._find_dynamic(table, "read known rows")
+        return known_rows(found.spec, found.owned, arena)
 
     def records(self, table: str) -> Records | None:
         """What a dynamic table knows on this rank; None where it has no shard of it."""
+        resolver, found, arena = self._find_dynamic(table, "save and load")
+        if found.owned is None:
+            return None
+        assert isinstance(arena, DenseArena)
+        return Records(found.spec, found.owned, arena, step=resolver.step, is_first=found.replica == 0)
+
+    def _find_dynamic(self, table: str, doing: str) -> tuple[Resolver, DynamicTable, RowStore]:
+        """What decides of a dynamic table, the table, and what has its rows; no pipeline has opened batches ahead."""
         if self.resolver is None or table not in self.resolver.tables:
             raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
         _, exchange, _ = self._find(table)
-        self.resolver.check_idle("save and load")
-        found = self.resolver.tables[table]
-        if found.owned is None:
-            return None
-        assert isinstance(exchange.arena, DenseArena)
-        step, is_first = self.resolver.step, found.replica == 0
-        return Records(found.spec, found.owned, exchange.arena, step=step, is_first=is_first)
+        self.resolver.check_idle(doing)
+        return self.resolver, self.resolver.tables[table], exchange.arena
 
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""

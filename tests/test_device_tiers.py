@@ -120,7 +120,7 @@ def test_batches_that_are_routed_early_are_forwarded_rows():
     for depth in (0, 1, 3):
         rows, counters = train_ahead(24, depth)
         torch.testing.assert_close(rows, expected, rtol=1e-6, atol=1e-7)
-        assert counters.leases == 6
+        assert counters.pins == 6
         assert (counters.rows_forwarded > 0) == (depth > 0)
         if depth == 0:
             in_turn = rows

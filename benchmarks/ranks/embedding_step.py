@@ -14,7 +14,7 @@ from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import dynamic_specs, output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
-from rowmesh.dynamic.asking import Dealer
+from rowmesh.dynamic.asking import RequestRouter
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.owners import Owners
 from rowmesh.dynamic.resolver import Resolver
@@ -34,9 +34,9 @@ from rowmesh.pooling import Pooling
 PHASES = [
     (Engine, "_route", "route"),
     (Resolver, "__call__", "resolve"),
-    (Dealer, "count", "deal"),
-    (Dealer, "fill", "deal"),
-    (Dealer, "take", "take"),
+    (RequestRouter, "count", "deal"),
+    (RequestRouter, "fill", "deal"),
+    (RequestRouter, "take", "take"),
     (Owners, "decide", "decide"),
     (OwnedTable, "open", "open"),
     (HostLookUps, "find_unique", "find"),

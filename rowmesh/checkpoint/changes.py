@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.snapshot import Changed, Source
-from rowmesh.dynamic.records import Before
+from rowmesh.dynamic.records import KnownBefore
 from rowmesh.errors import StoreError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Changes:
         self._embeddings, self._hook = embeddings, hook
         self._stores: dict[int, RowStore] = {}
         self._marks: dict[int, npt.NDArray[np.uint8] | Tensor] = {}
-        self._known: dict[str, Before] = {}
+        self._known: dict[str, KnownBefore] = {}
         self._epoch: tuple[int, int] | None = None
 
     def take(self) -> Changed | None:

@@ -21,11 +21,10 @@ from rowmesh.checkpoint.ahead import ReadAhead
 from rowmesh.checkpoint.room import SLABS_AHEAD, Room
 from rowmesh.checkpoint.store_snapshot import VALUES, StoreSnapshot
 from rowmesh.dynamic.demoted_records import DemotedRecords, DemotedRows
-from rowmesh.dynamic.records import Before, KnownCopy, Records
+from rowmesh.dynamic.records import KnownBefore, KnownCopy, Records
 from rowmesh.faults import reach
 
 if TYPE_CHECKING:
-    from rowmesh.dynamic.records import Records
     from rowmesh.tables import RowStore, TableSpec
     from rowmesh.tables.row_store import Piece
 
@@ -60,7 +59,7 @@ class Changed(NamedTuple):
     """
 
     marks: Mapping[int, npt.NDArray[np.uint8]]
-    known: Mapping[str, Before] = MappingProxyType({})
+    known: Mapping[str, KnownBefore] = MappingProxyType({})
 
 
 class FrozenCores:

@@ -1,4 +1,4 @@
-"""Asking: a rank's distinct ids of all dynamic tables, dealt to the owners of their shards."""
+"""Asking: a rank's distinct ids of all dynamic tables, routed to the owners of their shards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.layout import owner_of_shard, rules_of
+from rowmesh.dynamic.state import NONE
 from rowmesh.ops import dynamic_requests
-
-_NO_SCORES = np.empty(0, np.int64)
 
 
 @dataclass
@@ -52,8 +51,8 @@ def largest(scores: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
     return found
 
 
-class Dealer:
-    """Knows the owners of all tables.
+class RequestRouter:
+    """Routes ids to the owners of their shards, and the rows that these answer back.
 
     Args:
         tables: of all groups, in their order.
@@ -103,7 +102,7 @@ class Dealer:
         for each in asked:
             part = slice(first, first + len(each.ids))
             given = each.ids, each.offsets, each.counts, table, self._owner[part], self._ranks, self._own
-            scores = each.scores if scored and each.scores is not None else _NO_SCORES
+            scores = each.scores if scored and each.scores is not None else NONE
             scores_at = scored[0] if scored else ids_at
             dynamic_requests.fill(*given, scores, cursors, ids_at, counts_at, scores_at, self._room[1][part])
             table, first = table + len(each.offsets) - 1, part.stop

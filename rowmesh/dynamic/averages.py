@@ -12,7 +12,7 @@ from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
-from rowmesh.mesh.plain import Failure, error_to_plain
+from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.mesh.together import first_failure
 
 
@@ -31,7 +31,7 @@ class Averages:
             table.merging = self.tables[name]
 
     def __call__(
-        self, number: int, step: int, counters: CommonCounters, agree: Callable[[Failure | None], None]
+        self, number: int, step: int, counters: CommonCounters, agree: Callable[[PlainError | None], None]
     ) -> dict[str, MergedIds]:
         """Makes what groups know of each table one, or of none. Collective among all ranks of all groups.
 
@@ -39,7 +39,7 @@ class Averages:
             number: of the last batch that was opened.
             step: how many were opened for training.
             counters: of messages.
-            agree: is called with what this rank cannot do, if anything; raises that on all ranks of the group.
+            agree: is called with why the ranks of these shards cannot; raises that on all ranks of the group.
 
         Raises:
             NoRoomError, StoreError: some group cannot; nothing has changed then, in none.
@@ -47,7 +47,7 @@ class Averages:
         """
         self._check_steps(step, counters)
         drafts = {name: table.find(self._channel, counters) for name, table in self.tables.items()}
-        failure = None
+        failure: PlainError | None = None
         for name, each in drafts.items():
             try:
                 self.tables[name].check(each)
@@ -65,9 +65,7 @@ class Averages:
                 f"batches: {opened}; every rank must call forward and step equally often"
             )
 
-    def _first(self, failure: Failure | None, counters: CommonCounters) -> Failure | None:
-        """What the first of the ranks with the same shards cannot do."""
-        flag = torch.tensor([failure is not None])
-        if not self._channel.post_gather(flag, counters, DOING).wait().any():
-            return None
-        return first_failure(self._mesh, failure, DOING)
+    def _first(self, failure: PlainError | None, counters: CommonCounters) -> PlainError | None:
+        """What the first of the ranks with the same shards cannot do; a flag of each where all can."""
+        flags = self._channel.post_gather(torch.tensor([int(failure is not None)]), counters, DOING)
+        return first_failure(self._mesh, failure, DOING) if flags.wait().any() else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-NONE, NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
+from rowmesh.dynamic.state import NO_FACTS, NONE
 
 
 @dataclass(kw_only=True)
@@ -45,14 +45,14 @@ class Change:
         """Frames that are free when the batch has ended."""
         return np.concatenate([self.evicted_frames, self.guests])
 
-    def settled(self) -> None:
-        """Nothing of it waits to be written any more; its frames are still leased."""
+    def flushed(self) -> None:
+        """Nothing of it waits to be written any more; its frames are still pinned."""
         self.guests = self.freed
         self.evicted_ids, self.evicted_frames, self.evicted_facts = NONE, NONE, NO_FACTS
         self.promoted_ids = self.forgotten_ids = NONE
 
     def undo(self, ids: np.ndarray, frames: np.ndarray) -> None:
-        """Finds ids as before the change; their frames are still leased. Those that came back have their rows there."""
+        """Finds ids as before the change; their frames are still pinned. Those that came back have their rows there."""
         places, found = find_in(self.evicted_ids, ids)
         frames[found] = self.evicted_frames[places[found]]
         frames[np.isin(ids, self.admitted_ids)] = -1

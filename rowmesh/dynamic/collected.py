@@ -15,11 +15,11 @@ from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.record_layout import RecordLayout
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.dynamic.stores import RecordStore, Retry, open_records
-from rowmesh.errors import ConfigurationError, RowmeshError, StoreError
+from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.mesh.waiting import gather_objects
+from rowmesh.mesh.together import on_all_ranks
 from rowmesh.ops.dynamic_index.device import DeviceIndex
 from rowmesh.placement import AddressMap, Plan
 from rowmesh.tables import DenseArena, RowStore, TableGroup, TableSpec
@@ -144,20 +144,21 @@ def _open_stores(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[
     groups = [exchange.group for exchange in exchanges if exchange.group.storage == "dynamic"]
     tables = [table for group in groups for table in group.tables if rules_of(table).mode == "demote"]
     stores: dict[str, RecordStore] = {}
-    failure = None
-    try:
+
+    def open_own() -> None:
         for table in tables:
             grid, rules = plan.grid(plan.table(table.name).replicas), rules_of(table)
             replica, member = grid.place(mesh.rank)
             if shards := shards_of(rules, member, grid.shards):
                 stores[table.name] = _open_store(table, shards, mesh.rank, replica)
-    except RowmeshError as error:
-        failure = error
-    everyone = gather_objects(mesh, "" if failure is None else str(failure), "opening stores") if tables else []
-    if failed := [text for text in everyone if text]:
+
+    try:
+        if tables:
+            on_all_ranks(mesh, "opening stores", open_own)
+    except BaseException:
         for store in stores.values():
             store.close()
-        raise failure or StoreError(failed[0])
+        raise
     return stores
 
 

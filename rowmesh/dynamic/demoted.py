@@ -1,10 +1,10 @@
 """Demoted ids of a dynamic table on one rank: their records are in a store, and come back when the ids are asked for.
 
 A step demotes ids when it is opened. Their rows stay in their frames until all earlier batches have ended, which may
-update them; then `settle` writes them to the store, a step at a time. So what is known of an id that is in no index is
-found, in this order, in the steps that are not settled, the last one first: in a frame, or forgotten; then in the
+update them; then `flush` writes them to the store, a step at a time. So what is known of an id that is in no index is
+found, in this order, in the steps that are not flushed, the last one first: in a frame, or forgotten; then in the
 store. An id that comes back before its record was written takes its frame again, as if it had never left. The store
-loses what came back when that step is settled: what fails before can be done again.
+loses what came back when that step is flushed: what fails before can be done again.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Demoted:
         return self._shards.shards
 
     def clear(self) -> None:
-        """Forgets all. No step may wait to be settled."""
+        """Forgets all. No step may wait to be flushed."""
         self._store.clear(self._shards.shards)
         self._order = [{} for _ in self._rooms]
         self._num_stored[:] = 0
@@ -93,7 +93,7 @@ class Demoted:
         """What is known of ids; changes nothing.
 
         Args:
-            changes: of the steps that are not settled.
+            changes: of the steps that are not flushed.
             ids: int64 `[N]`, distinct, which the index does not know.
             ahead: batches whose changes are as if they had not been.
 
@@ -155,7 +155,7 @@ class Demoted:
             self._num_ordered += 1
         return shards
 
-    def settle(self, change: Change) -> None:
+    def flush(self, change: Change) -> None:
         """Brings the store to where a change has left it; the batch has ended. May be called again where it raises.
 
         Raises:
@@ -206,11 +206,11 @@ class Demoted:
         return StoredRecords(store, self._shards, self._layout, order)
 
     def watch(self) -> StoredChanges:
-        """Notes what is put into the store, and leaves it, from now on; nothing may wait to be settled."""
+        """Notes what is put into the store, and leaves it, from now on; nothing may wait to be flushed."""
         return StoredChanges(self._listeners)
 
     def touched(self, since: StoredChanges) -> Touched:
-        """What was put into the store, and left it; nothing may wait to be settled."""
+        """What was put into the store, and left it; nothing may wait to be flushed."""
         is_ordered, num_shards = any(self._rooms), len(self._rooms)
         put, gone = since.put if is_ordered else np.sort(since.put), np.sort(since.gone)
         num_stored = np.array([len(order) for order in self._order], np.int64) if is_ordered else self._num_stored

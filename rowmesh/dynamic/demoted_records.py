@@ -69,7 +69,7 @@ class DemotedRows:
 
 
 class DemotedRecords:
-    """All that one rank has demoted at one moment, when nothing waited to be settled, or what of it changed.
+    """All that one rank has demoted at one moment, when nothing waited to be flushed, or what of it changed.
 
     Args:
         stored: where it is.

@@ -19,7 +19,7 @@ from rowmesh.dynamic.layout import num_used, rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.shards import shape_of
 from rowmesh.errors import RowmeshError
-from rowmesh.mesh.plain import Failure, error_to_plain
+from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.ops.dynamic_index.device import DeviceIndex, DeviceIndexes
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic import Dynamic
@@ -99,7 +99,7 @@ class DeviceTables:
 
     def decide(
         self, asked: DeviceAsked, number: int, opens: Sequence[bool], step: int, ahead: Container[int]
-    ) -> Failure | None:
+    ) -> PlainError | None:
         """Finds the frames of a batch, and opens the step of those tables that train.
 
         Args:
@@ -108,9 +108,10 @@ class DeviceTables:
             opens, step, ahead: see `rowmesh.dynamic.owners.Owners.decide`.
 
         Returns:
-            What `rowmesh.dynamic.owners.Owners.decide` does.
+            The error of the first table that failed.
         """
-        found, failure = self._indexes.look_up(asked.ids, asked.bounds), None
+        failure: PlainError | None = None
+        found = self._indexes.look_up(asked.ids, asked.bounds)
         is_plain = [opens[place] and owned.is_plain(step) for place, owned in self._tables]
         if any(is_plain):
             self._indexes.touch(found, is_plain, step)
@@ -128,6 +129,6 @@ class DeviceTables:
                     owned.find_found(number, found, ahead)
             except RowmeshError as error:
                 failure = failure or error_to_plain(error)
-        if not failure:
+        if failure is None:
             asked.frames = self._indexes.slots_of(found)
         return failure

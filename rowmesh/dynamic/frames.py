@@ -1,4 +1,4 @@
-"""Which frames of a rank are free, taken by ids, or leased to batches under way."""
+"""Which frames of a rank are free, taken by ids, or pinned by batches under way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from rowmesh.errors import DataError, NoRoomError
 from rowmesh.ops.dynamic_index import cpu
 
-_FREE, _TAKEN, _LEASED = 0, 1, 2
+_FREE, _TAKEN, _PINNED = 0, 1, 2
 
 
 class FrameList:
@@ -40,10 +40,10 @@ class FrameList:
         """Raises where fewer frames are free."""
         free = self.num_free
         if count > free:
-            leased = int((self._state == _LEASED).sum())
+            pinned = int((self._state == _PINNED).sum())
             raise NoRoomError(
                 f"dynamic table {self._table!r} needs {count} frames, and {free} of {len(self._state)} are free: "
-                f"leases of batches under way hold {leased}; give it more frames, or look fewer batches ahead"
+                f"pins of batches under way hold {pinned}; give it more frames, or look fewer batches ahead"
             )
 
     def take(self, count: int) -> np.ndarray:
@@ -56,20 +56,20 @@ class FrameList:
         self._state[frames] = _TAKEN
         return frames
 
-    def lease(self, frames: np.ndarray) -> None:
-        """Frames that no id has any more; they are free after `release`."""
-        self._state[frames] = _LEASED
+    def pin(self, frames: np.ndarray) -> None:
+        """Pins frames that no id has any more; they are free after `release`."""
+        self._state[frames] = _PINNED
 
     def release(self, frames: np.ndarray) -> None:
-        """Frees leased frames."""
+        """Frees pinned frames."""
         self._refresh()
-        if not cpu.exchange(self._state, frames, _LEASED, _FREE):
-            raise DataError(f"frames to release of dynamic table {self._table!r} must be leased ones, each once")
+        if not cpu.exchange(self._state, frames, _PINNED, _FREE):
+            raise DataError(f"frames to release of dynamic table {self._table!r} must be pinned ones, each once")
         self._stack = np.concatenate([self._stack, frames])
 
     def take_back(self, frames: np.ndarray) -> None:
-        """Takes leased frames again, for the ids that were in them."""
-        assert (self._state[frames] == _LEASED).all()
+        """Takes pinned frames again, for the ids that were in them."""
+        assert (self._state[frames] == _PINNED).all()
         self._state[frames] = _TAKEN
 
     def exchange(self, old: np.ndarray, new: np.ndarray) -> None:

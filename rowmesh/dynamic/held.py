@@ -38,7 +38,7 @@ class Held:
 
     @property
     def rows_at(self) -> np.ndarray | None:
-        """int64 `[N]`: leased frames that have the rows of demoted ids; −1: none."""
+        """int64 `[N]`: pinned frames that have the rows of demoted ids; −1: none."""
         if self.found is None:
             return None
         frames = np.full(len(self.frames), -1)

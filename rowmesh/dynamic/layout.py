@@ -54,7 +54,7 @@ def num_spare(rules: Dynamic, shards: range) -> int:
 
 
 def num_used(rules: Dynamic, shards: range) -> int:
-    """Frames that ids of some shards, guests and leases share."""
+    """Frames that ids of some shards and batches under way share."""
     return num_kept(rules, shards) + num_spare(rules, shards)
 
 

@@ -41,13 +41,12 @@ from rowmesh.dynamic.asked import message_of
 from rowmesh.dynamic.changes import find_in
 from rowmesh.dynamic.held import Held
 from rowmesh.dynamic.owned import OwnedTable
-from rowmesh.dynamic.state import MAX, MergedFacts
+from rowmesh.dynamic.state import MAX, NONE, MergedFacts
 from rowmesh.errors import StoreError
 from rowmesh.mesh.channel import Channel
 from rowmesh.tables.dynamic import Dynamic
 
 DOING = "making one of what replicas know of dynamic tables"
-_NONE = np.empty(0, np.int64)
 SEEN, COUNT, SCORE = 0, 1, 2
 """Columns of facts: last step + 1, or 0 of an unknown id; count; frequency as of that step, or the caller's score."""
 
@@ -112,7 +111,7 @@ class Merging:
         return self._common.nbytes + left + sum(ids.nbytes for ids in self._changed)
 
     def note(
-        self, ids: np.ndarray, fresh: np.ndarray = _NONE, left_ids: np.ndarray = _NONE, left_frames: np.ndarray = _NONE
+        self, ids: np.ndarray, fresh: np.ndarray = NONE, left_ids: np.ndarray = NONE, left_frames: np.ndarray = NONE
     ) -> None:
         """What a step has changed: ids, frames that have a new one, ids that left and their frames.
 
@@ -151,7 +150,7 @@ class Merging:
             counters: of messages.
         """
         shards, failure = self._owned.shards, None
-        changed = np.unique(np.concatenate([_NONE, *self._changed]))
+        changed = np.unique(np.concatenate([NONE, *self._changed]))
         union = np.unique(np.concatenate(_gather(channel, changed[:, None], counters)))
         try:
             held = self._owned.held(union)
@@ -175,7 +174,7 @@ class Merging:
 
         Raises:
             StoreError: the store does not answer; names it.
-            NoRoomError: ids do not fit, or leases hold the frames.
+            NoRoomError: ids do not fit, or pins hold the frames.
         """
         if draft.failure is not None:
             raise draft.failure
@@ -201,12 +200,12 @@ class Merging:
         if shards.rules.admit_after == 1:
             return
         if mine.window != base.window:  # the counts of an earlier one are forgotten
-            base = _Sightings(mine.window, _NONE, _NONE, np.zeros_like(mine.sketch))
+            base = _Sightings(mine.window, NONE, NONE, np.zeros_like(mine.sketch))
         if mine.sketch.size:
             more = np.maximum(mine.sketch - base.sketch, 0)
             every = np.stack(_gather(channel, more.reshape(len(more), -1), counters))
             sketch = _total(base.sketch, every.reshape(channel.size, *more.shape))
-            shards.set_sightings(_NONE, _NONE, sketch)
+            shards.set_sightings(NONE, NONE, sketch)
         else:
             more = np.maximum(mine.counts - _counts_at(mine.ids, base.ids, base.counts), 0)
             every = _gather(channel, np.stack([mine.ids, more], axis=1)[more > 0], counters)

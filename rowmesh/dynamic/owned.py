@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rowmesh.dynamic.changes import NONE, Change
+from rowmesh.dynamic.changes import Change
 from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.demoted import Demoted, Found, promoted_of
 from rowmesh.dynamic.event_clock import NO_TIME
@@ -16,7 +16,7 @@ from rowmesh.dynamic.held import Held
 from rowmesh.dynamic.hooks import DecisionHooks
 from rowmesh.dynamic.layout import num_spare, num_used, rules_of
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import Before, MergedFacts, Opened, ShardState, Statistics, United
+from rowmesh.dynamic.state import NONE, Before, MergedFacts, Opened, ShardState, Statistics, United
 from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
 from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp
@@ -117,8 +117,8 @@ class OwnedTable:
         ids: np.ndarray,
         counts: np.ndarray,
         step: int,
-        time: int = NO_TIME,
         scores: np.ndarray | None = None,
+        time: int = NO_TIME,
     ) -> np.ndarray:
         """Takes a step's decisions; afterwards all rows are there. Returns the rows of the ids, int64 `[N]`.
 
@@ -127,8 +127,8 @@ class OwnedTable:
             ids: int64 `[N]`, distinct and ascending: those of all ranks.
             counts: int64 `[N]`.
             step: above that of the last call.
-            time: of the latest event of all ranks, in seconds.
             scores: int64 `[N]`, of the caller, where such decide.
+            time: of the latest event of all ranks, in seconds.
 
         Raises:
             DataError, NoRoomError: see `DynamicShards.open`.
@@ -139,7 +139,7 @@ class OwnedTable:
             opened = self.shards.open(ids, counts, step, scores, time)
             change = _change_of(number, ids, opened)
         else:
-            opened, change = self._open_demoted(self._demoted, number, ids, counts, step, time, scores)
+            opened, change = self._open_demoted(self._demoted, number, ids, counts, step, scores, time)
         self._take(ids, counts, opened, change)
         if opened.before is not None:
             self._kept.append(_Kept(number, step, opened.before, change))
@@ -166,8 +166,8 @@ class OwnedTable:
         ids: np.ndarray,
         counts: np.ndarray,
         step: int,
-        time: int,
         scores: np.ndarray | None,
+        time: int,
     ) -> tuple[Opened, Change]:
         """The same where evicted ids are demoted; the rows of those that come back are there afterwards."""
         unknown = np.flatnonzero(self.shards.find(ids) < 0)
@@ -321,7 +321,7 @@ class OwnedTable:
     def _take_visitors(self, number: int, count: int) -> np.ndarray:
         self._visitors.check(count)
         visitors = self._visitors.take(count)
-        self._visitors.lease(visitors)
+        self._visitors.pin(visitors)
         self._changes.append(Change(number=number, visitors=visitors))
         return visitors + self._first_visitor
 
@@ -412,7 +412,7 @@ class OwnedTable:
             del self._kept[0]
         while self._changes and self._changes[0].number < first:
             if self._demoted is not None:
-                self._demoted.settle(self._changes[0])
+                self._demoted.flush(self._changes[0])
             self._free(self._changes.pop(0))
 
     def keep_undo(self) -> None:
@@ -436,7 +436,7 @@ class OwnedTable:
             self._demoted.undo(change, before.left_ids)
         self._changes = sorted([*self._changes, *change.taken], key=lambda each: each.number)
 
-    def settle(self) -> Demoted | None:
+    def flush(self) -> Demoted | None:
         """What is demoted here, when all of it is in the store; with no batch under way. None: nothing ever is.
 
         Raises:
@@ -444,8 +444,8 @@ class OwnedTable:
         """
         if self._demoted is not None:
             for change in self._changes:
-                self._demoted.settle(change)
-                change.settled()
+                self._demoted.flush(change)
+                change.flushed()
         return self._demoted
 
     def _free(self, change: Change) -> None:

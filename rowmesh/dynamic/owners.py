@@ -15,7 +15,7 @@ from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.asking import largest
 from rowmesh.dynamic.mail import Arrived
 from rowmesh.errors import RowmeshError
-from rowmesh.mesh.plain import Failure, error_to_plain
+from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.ops import dynamic_requests
 from rowmesh.ops.dynamic_requests import cpu
 from rowmesh.ops.memory import array_at
@@ -55,15 +55,15 @@ class Owners:
         for place, owned in self._owned:
             self._is_always_plain[place] = owned.is_always_plain
 
-    def release(self, first: int) -> Failure | None:
+    def release(self, first: int) -> PlainError | None:
         """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""
-        failure = None
+        failure: PlainError | None = None
         for owned in self._all:
             try:
                 owned.release(first)
             except RowmeshError as error:
                 failure = failure or error_to_plain(error)
-        if not failure:  # else a table still has what known ids were
+        if failure is None:  # else a table still has what known ids were
             while self._kept and self._kept[0][0] < first:
                 self._spare.append(self._kept.popleft()[1])
         return failure
@@ -96,7 +96,7 @@ class Owners:
 
     def decide(
         self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]
-    ) -> Failure | None:
+    ) -> PlainError | None:
         """Answers all requests, at `arrived.rows_at`.
 
         Args:
@@ -107,13 +107,13 @@ class Owners:
             ahead: batches that a pipeline has opened before their turn.
 
         Returns:
-            The first error of a table, whatever the others could do; None where there was none.
+            The error of the first table that failed.
         """
         begins = arrived.sizes.cumsum(axis=1) - arrived.sizes
         totals = arrived.sizes.sum(axis=0).tolist()
         before, at = self._room(number, sum(totals)), 0
         known = self._open_known(arrived, begins, opens, step, before)
-        failure = None
+        failure: PlainError | None = None
         is_known, hits = known.tolist(), self._outcome[:, cpu.HITS].tolist()
         for place, owned in self._owned:
             if is_known[place]:
@@ -189,7 +189,7 @@ class Owners:
             scores = None
             if owned.is_scored:
                 scores = largest(scored[0], found.inverse, len(order))[order]
-            rows[order] = owned.open(number, ascending, found.counts[order], step, arrived.time, scores)
+            rows[order] = owned.open(number, ascending, found.counts[order], step, scores, arrived.time)
         else:
             rows[order] = owned.find(number, ascending, ahead)
         answers, begin = rows[found.inverse], 0

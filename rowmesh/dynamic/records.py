@@ -20,7 +20,7 @@ from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.dynamic.shards import DynamicShards
-from rowmesh.dynamic.state import ShardState
+from rowmesh.dynamic.state import NONE, ShardState
 from rowmesh.dynamic.stored_changes import StoredChanges, Touched
 from rowmesh.ops.dynamic_index.cpu import ID, SEEN
 from rowmesh.tables import TableSpec
@@ -38,7 +38,7 @@ CHUNK_ROWS = 1 << 14
 """Rows that are copied at a time."""
 
 
-class Before(NamedTuple):
+class KnownBefore(NamedTuple):
     """Which ids a table knew at an earlier boundary between two steps.
 
     Attributes:
@@ -169,21 +169,23 @@ class Records:
 
     # Between two steps: what is known now, and what of it changed
 
-    def note(self) -> Before:
+    def note(self) -> KnownBefore:
         """What is known now, to be compared with later; it is to be closed.
 
         Raises:
             StoreError: the store of demoted ids does not answer; names it.
         """
-        demoted, shards = self._owned.settle(), self._owned.shards
+        demoted, shards = self._owned.flush(), self._owned.shards
         frames = shards.known_frames
-        return Before(frames, shards.column_of(frames, ID), self.step, None if demoted is None else demoted.watch())
+        return KnownBefore(
+            frames, shards.column_of(frames, ID), self.step, None if demoted is None else demoted.watch()
+        )
 
     def known(self) -> KnownCopy:
         """All that is known now."""
         return KnownCopy(self._owned.shards, self._owned.shards.known_frames)
 
-    def changed(self, before: Before, marks: np.ndarray) -> KnownCopy:
+    def changed(self, before: KnownBefore, marks: np.ndarray) -> KnownCopy:
         """What of it changed, and which ids are gone.
 
         A batch changes no more than the ids that it has, and those that it evicts. Rows may be updated later than their
@@ -225,7 +227,7 @@ class Records:
     def _demoted(self) -> DemotedRecords | None:
         return self.demoted()
 
-    def demoted(self, before: Before | None = None) -> DemotedRecords | None:
+    def demoted(self, before: KnownBefore | None = None) -> DemotedRecords | None:
         """What is demoted now, or what of it changed, until the next step; None where nothing ever is.
 
         Args:
@@ -234,15 +236,15 @@ class Records:
         Raises:
             StoreError: the store does not answer; names it.
         """
-        demoted = self._owned.settle()
+        demoted = self._owned.flush()
         if demoted is None:
             return None
         touched = _touched(demoted, before)
         return DemotedRecords(demoted.stored(touched), None, touched)
 
-    def freeze_demoted(self, before: Before | None = None) -> DemotedRecords | None:
+    def freeze_demoted(self, before: KnownBefore | None = None) -> DemotedRecords | None:
         """The same, to be written while steps go on, until it is closed."""
-        demoted = self._owned.settle()
+        demoted = self._owned.flush()
         if demoted is None:
             return None
         touched = _touched(demoted, before)
@@ -270,7 +272,7 @@ class Records:
             read, at = found[shard].read, places[shard]
             rows = {name: read(name, at) for name in ("values", *states)}
             self.arena.write_rows(slots, rows.pop("values"), rows)
-        if (demoted := self._owned.settle()) is not None:
+        if (demoted := self._owned.flush()) is not None:
             demoted_records.load(demoted, parts, states)
 
     def _state(self, shard: int, part: SavedShards, places: dict[int, slice]) -> ShardState:
@@ -289,10 +291,10 @@ class Records:
             sketch = read(SKETCH, slice(number, number + 1)).numpy()[0]
         if rules_of(self._table).ttl_seconds:
             columns |= {"last_times": read(TIMES, of_ids).numpy(), "now": int(read(NOW, slice(number, number + 1)))}
-        return ShardState(**columns, frames=np.empty(0, np.int64), sketch=sketch, step=step, window=window)
+        return ShardState(**columns, frames=NONE, sketch=sketch, step=step, window=window)
 
 
-def _touched(demoted: Demoted, before: Before | None) -> Touched | None:
+def _touched(demoted: Demoted, before: KnownBefore | None) -> Touched | None:
     return None if before is None or before.stored is None else demoted.touched(before.stored)
 
 

@@ -83,7 +83,7 @@ class ReferenceShards:
         now = max(time, self._now)
         leaving = self._choose_victims(batch, home, known | back, admitted, given, step, now)
         if len(batch) - len(known) > len(self._free):
-            raise NoRoomError(f"table {self.table!r}: leases hold the frames")
+            raise NoRoomError(f"table {self.table!r}: pins hold the frames")
         self._now = now
         return self._apply(batch, home, known, back, candidates, sketches, admitted, leaving, given, step, window)
 

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.asked import DynamicTable
-from rowmesh.dynamic.asking import Asked, Dealer
+from rowmesh.dynamic.asking import Asked, RequestRouter
 from rowmesh.dynamic.averages import Averages
 from rowmesh.dynamic.counters import DynamicCounters
 from rowmesh.dynamic.device_tables import DeviceAsked, DeviceTables
@@ -31,19 +31,18 @@ from rowmesh.dynamic.event_clock import NO_TIME
 from rowmesh.dynamic.hooks import DecisionHook, DecisionHooks
 from rowmesh.dynamic.known import ask_statistics
 from rowmesh.dynamic.layout import rules_of
-from rowmesh.dynamic.leases import Lease, Leases
 from rowmesh.dynamic.mail import Arrived, Letter, LocalMail, Mail, MessageMail, SharedMail
 from rowmesh.dynamic.merging import MergedIds
 from rowmesh.dynamic.owners import Owners
+from rowmesh.dynamic.pins import BatchPin, BatchPins
 from rowmesh.dynamic.state import Statistics
 from rowmesh.errors import ConfigurationError, DataError, PeerError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
-from rowmesh.mesh.plain import Failure
-from rowmesh.mesh.together import raise_first
+from rowmesh.mesh.plain import PlainError, error_from_plain
+from rowmesh.mesh.together import first_failure
 
 _FIND, _OPEN = 0, 1
-_RESOLVING = "resolving ids"
 
 
 class Resolver:
@@ -58,7 +57,7 @@ class Resolver:
     Attributes:
         tables: by name.
         averages: as given.
-        leases: which batches are under way on this rank.
+        pins: which batches are under way on this rank.
         counters: of its messages.
         step: how many batches were opened for training.
         device_tables: names of those whose index is on the device, in their order.
@@ -75,10 +74,10 @@ class Resolver:
         self.tables, self.averages = {table.spec.name: table for table in tables}, averages
         self._mesh = mesh.with_process_group("dynamic")
         self._channel = Channel.between_hosts(self._mesh)
-        self.leases, self.counters, self.step = Leases(), CommonCounters(), 0
+        self.pins, self.counters, self.step = BatchPins(), CommonCounters(), 0
         self._lock = threading.Lock()  # ranks number their batches alike
         self._hooks: dict[str, DecisionHooks] = {}
-        self._dealer, self._owners = Dealer(tables, mesh.rank, mesh.world_size), Owners(tables)
+        self._request_router, self._owners = RequestRouter(tables, mesh.rank, mesh.world_size), Owners(tables)
         on_device = [
             (place, each.owned)
             for place, each in enumerate(tables)
@@ -103,7 +102,7 @@ class Resolver:
         *,
         time: int | None = None,
         is_ahead: bool = False,
-    ) -> Lease:
+    ) -> BatchPin:
         """Puts frames in the place of ids. Collective.
 
         Under `torch.no_grad()`, and for frozen tables, nothing is counted or admitted.
@@ -123,14 +122,14 @@ class Resolver:
         """
         opens = torch.is_grad_enabled()
         with self._lock:
-            lease = self.leases.begin()
+            pin = self.pins.begin()
             try:
-                lease.is_ahead = is_ahead
+                pin.is_ahead = is_ahead
                 self.step += opens
-                self._resolve(asked, on_device, lease.number, NO_TIME if time is None else time, opens=opens)
-                return lease
+                self._resolve(asked, on_device, pin.number, NO_TIME if time is None else time, opens=opens)
+                return pin
             except BaseException:
-                lease.end()
+                pin.end()
                 raise
 
     def merge(self) -> dict[str, MergedIds]:
@@ -145,13 +144,19 @@ class Resolver:
         """
         assert self.averages is not None
         with self._lock:
-            return self.averages(self.leases.next - 1, self.step, self.counters, self._agree)
+            return self.averages(self.pins.next - 1, self.step, self.counters, self._agree)
 
-    def _agree(self, failure: Failure | None) -> None:
+    def _agree(self, failure: PlainError | None) -> None:
         """Raises on all ranks what one of them cannot do."""
-        flag = torch.tensor([failure is not None])
+        flag = torch.tensor([int(failure is not None)])
         if self._channel.post_gather(flag, self.counters, "averaging dynamic tables").wait().any():
-            raise_first(self._mesh, failure, _RESOLVING)
+            self._raise(failure)
+
+    def _raise(self, failure: PlainError | None) -> None:
+        """Raises on all ranks what the first of them could not do; some rank has failed."""
+        first = first_failure(self._mesh, failure, "resolving ids")
+        assert first is not None
+        raise error_from_plain(first)
 
     def put_back(self, merged: Mapping[str, MergedIds]) -> None:
         """The rows of these ids were not averaged: `merge` returns them again."""
@@ -196,7 +201,7 @@ class Resolver:
 
     def check_idle(self, what: str) -> None:
         """Raises RowmeshError where a pipeline has opened batches before their turn: the index is that after them."""
-        if ahead := len(self.leases.ahead):
+        if ahead := len(self.pins.ahead):
             raise RowmeshError(
                 f"a pipeline has opened {ahead} batch(es) ahead, which the index of dynamic tables knows already: "
                 f"{what} when its loop over `windows` has ended"
@@ -238,18 +243,18 @@ class Resolver:
     ) -> None:
         opened = [opens and not each.is_frozen for each in asked for _ in each.offsets[1:]]
         self._check_scores(asked, opened)
-        sizes = self._dealer.count(asked)
-        letter = Letter(_OPEN if any(opened) else _FIND, self.leases.first, sizes, self._dealer.answers, time)
-        arrived = self._mail.send(letter, partial(self._dealer.fill, asked, sizes))
+        sizes = self._request_router.count(asked)
+        letter = Letter(_OPEN if any(opened) else _FIND, self.pins.first, sizes, self._request_router.answers, time)
+        arrived = self._mail.send(letter, partial(self._request_router.fill, asked, sizes))
         self._check_kinds(arrived)
         failure = self._owners.release(arrived.first)
-        failure = failure or self._owners.decide(arrived, number, opened, self.step, self.leases.ahead)
+        failure = failure or self._owners.decide(arrived, number, opened, self.step, self.pins.ahead)
         if self._on_device is not None and on_device is not None:
-            failure = failure or self._on_device.decide(on_device, number, opened, self.step, self.leases.ahead)
+            failure = failure or self._on_device.decide(on_device, number, opened, self.step, self.pins.ahead)
         has_failed, rows_at = self._mail.answer(failed=failure is not None)
         if has_failed:
-            raise_first(self._mesh, failure, _RESOLVING)
-        self._dealer.take(asked, rows_at)
+            self._raise(failure)
+        self._request_router.take(asked, rows_at)
         if not all(opened):
             self._note_shared(asked, opened)
 

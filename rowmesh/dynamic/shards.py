@@ -17,6 +17,8 @@ from rowmesh.dynamic.frames import FrameList
 from rowmesh.dynamic.hashing import seed_of
 from rowmesh.dynamic.room import Room, smallest
 from rowmesh.dynamic.state import (
+    NO_FACTS,
+    NONE,
     Before,
     MergedFacts,
     Opened,
@@ -42,8 +44,7 @@ _KINDS = {
     "score": victims.GIVEN,
 }
 _MAX_FRAMES = 2**32 - 1
-_NONE, _NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
-_NOTHING = Promoted(_NONE, _NO_FACTS, _NONE)
+_NOTHING = Promoted(NONE, NO_FACTS, NONE)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class DynamicShards:
         table: its name, which seeds the hash.
         rules: of the whole table.
         shards: those that are here.
-        num_frames: frames that ids, guests and leases share; more than the capacity of the shards.
+        num_frames: frames that ids and batches under way share; more than the capacity of the shards.
         index: on a device, of the shape that `shape_of` gives; None: in the host's memory.
 
     Attributes:
@@ -148,7 +149,7 @@ class DynamicShards:
 
         Raises:
             DataError: these arguments do not fit the rules.
-            NoRoomError: a shard cannot hold the batch's ids, or leases hold the frames; nothing has changed then.
+            NoRoomError: a shard cannot hold the batch's ids, or pins hold the frames; nothing has changed then.
         """
         check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
         check_step(self.table, step, self._step)
@@ -160,11 +161,11 @@ class DynamicShards:
         new = np.flatnonzero(is_new)
         unknown = _Unknown(batch.at(new), counts[new], given[new])
         touched = self._by_shard(batch.shards[frames >= 0])
-        expired = self.expiry.due(past, self.host_index.records, frames) if self.expiry.is_used else _NONE
+        expired = self.expiry.due(past, self.host_index.records, frames) if self.expiry.is_used else NONE
         back = batch.shards[promoted.places]
         decision = self._decide(unknown, touched, step, expired, back, int((promoted.frames < 0).sum()))
-        known, last = frames[frames >= 0] if self.keeps_before else _NONE, (self._step, self._window)
-        facts = self._index.facts(known) if self.keeps_before else _NO_FACTS
+        known, last = frames[frames >= 0] if self.keeps_before else NONE, (self._step, self._window)
+        facts = self._index.facts(known) if self.keeps_before else NO_FACTS
         advanced = self.expiry.clock.advance(step, time)
         uncount = self._commit(unknown, decision)
         self._index.touch(frames, batch.shards, counts, given, step)
@@ -208,18 +209,18 @@ class DynamicShards:
         opened = Opened.of(frames, fresh, ~decision.admitted, ~fresh, evicted)
         return seen.ids, seen.counts, replace(opened, num_hits=int(seen.touched.sum()))
 
-    def undo(self, before: Before, leased: np.ndarray = _NONE) -> None:
+    def undo(self, before: Before, pinned: np.ndarray = NONE) -> None:
         """Takes the last step back, of which nothing was released.
 
         Args:
             before: what it returned.
-            leased: frames that were leased to ids which came back in it.
+            pinned: frames, then pinned, of ids which came back in it.
         """
         index = self.host_index
         entered, left = self._locate(before.entered_ids), self._locate(before.left_ids)
         frames = index.erase(entered.ids, entered.hashes, entered.shards)
-        self._frames.lease(frames)
-        self._frames.release(frames[~np.isin(frames, leased)])
+        self._frames.pin(frames)
+        self._frames.release(frames[~np.isin(frames, pinned)])
         index.insert(left.ids, left.hashes, left.shards, before.left_frames)
         self._frames.take_back(before.left_frames)
         index.set_facts(before.left_frames, before.left_facts)
@@ -268,8 +269,8 @@ class DynamicShards:
         unknown: _Unknown,
         touched: np.ndarray,
         step: int,
-        expired: np.ndarray = _NONE,
-        back: np.ndarray = _NONE,
+        expired: np.ndarray = NONE,
+        back: np.ndarray = NONE,
         num_more: int = 0,
     ) -> _Decision:
         """Decides what to do; changes nothing that `_commit` would not make good, also where it raises.
@@ -316,8 +317,8 @@ class DynamicShards:
         """Gives unknown ids frames, and lets those enter that were admitted; the last that a step does."""
         admitted = decision.admitted
         frames = self._frames.take(len(admitted))
-        self._frames.lease(frames[~admitted])
-        self._frames.lease(evicted)
+        self._frames.pin(frames[~admitted])
+        self._frames.pin(evicted)
         new = unknown.located.at(admitted)
         what = decision.totals[admitted], unknown.given[admitted]
         self._index.enter(new.ids, new.hashes, new.shards, frames[admitted], *what, step)
@@ -349,7 +350,7 @@ class DynamicShards:
         return np.concatenate([expired, left[0]]), np.concatenate([ids, left[1]]), np.concatenate([facts, left[2]])
 
     def release(self, frames: np.ndarray) -> None:
-        """Frees frames of guests and victims whose leases ended."""
+        """Frees frames of guests and victims that no batch pins any more."""
         self._frames.release(frames)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
@@ -403,8 +404,8 @@ class DynamicShards:
 
         Args:
             merged: the ids.
-            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, leased, that ids have which are in no
-                index; −1: none. Those that do not enter get frames then too, which are leased.
+            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, pinned, that ids have which are in no
+                index; −1: none. Those that do not enter get frames then too, which are pinned.
         """
         batch, frames, stays = self._find_merged(merged)
         index, facts, is_new = self.host_index, merged.facts, frames < 0
@@ -413,7 +414,7 @@ class DynamicShards:
         left = np.concatenate([frames[~is_new & ~stays], self._find_surplus(batch, frames, stays, facts)])
         left_facts, leaving = index.facts(left), self._locate(index.ids_of(left))
         index.erase(leaving.ids, leaving.hashes, leaving.shards)
-        self._frames.lease(left)
+        self._frames.pin(left)
         stays &= is_new | ~np.isin(frames, left)
         entered = np.flatnonzero(is_new & stays if rows_at is None else is_new)
         frames[entered] = self._frames_for(np.full(len(entered), -1) if rows_at is None else rows_at[entered])
@@ -424,7 +425,7 @@ class DynamicShards:
         if rows_at is None:
             frames[~stays] = -1
         else:
-            self._frames.lease(frames[is_new & ~stays])
+            self._frames.pin(frames[is_new & ~stays])
         index.forget_order(np.unique(batch.shards))
         self.expiry.begin_anew()
         return United(frames, stays, entered, leaving.ids, left, left_facts)
@@ -437,7 +438,7 @@ class DynamicShards:
         return batch, frames, merged.enters & (merged.facts[:, 0] - 1 > past)
 
     def _frames_for(self, frames: np.ndarray) -> np.ndarray:
-        """Frames for ids: those that they still have, leased; −1: free ones."""
+        """Frames for ids: those that they still have, pinned; −1: free ones."""
         frames = frames.copy()
         self._frames.take_back(frames[frames >= 0])
         frames[frames < 0] = self._frames.take(int((frames < 0).sum()))
@@ -454,7 +455,7 @@ class DynamicShards:
         surplus = self._surplus(batch, frames, stays)
         full = np.flatnonzero(surplus)
         if not len(full):
-            return np.empty(0, np.int64)
+            return NONE
         held = [self._index.slots_in(shard) for shard in full.tolist()]
         held = [each[~np.isin(each, frames[~stays])] for each in held]
         here = np.concatenate(held)
@@ -485,10 +486,10 @@ class DynamicShards:
         """Replaces these; the window stays."""
         if self._candidates is None:
             return
-        batch, none = self._locate(ids), np.empty(0, np.int64)
+        batch = self._locate(ids)
         for local, sketch in enumerate(sketches):
             mine = np.flatnonzero(batch.shards == local)
-            columns = (none, none, none, none, none, sketch, batch.ids[mine], counts[mine])
+            columns = (NONE, NONE, NONE, NONE, NONE, sketch, batch.ids[mine], counts[mine])
             self._candidates.load(local, ShardState(*columns, self._step, self._window), batch.at(mine))
 
     # What is saved
@@ -518,9 +519,8 @@ class DynamicShards:
 
     def counted_in(self, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sketch of a shard, and its ids that are not admitted yet with their sightings: copies."""
-        none = np.zeros(0, np.int64)
         if self._candidates is None:
-            return np.zeros((0, self.rules.sketch_width), np.int64), none, none
+            return np.zeros((0, self.rules.sketch_width), np.int64), NONE, NONE
         return self._candidates.state_of(self._local(shard))
 
     @property

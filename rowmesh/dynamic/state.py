@@ -12,9 +12,7 @@ from rowmesh.errors import DataError
 
 MAX = 2**63 - 1  # counts and frequencies stay there
 FRACTION_BITS = 16  # of a frequency: a sighting adds 1 << 16
-
-
-_NONE, _NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)
+NONE, NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)  # of no ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +34,10 @@ class Before:
     window: int
     frames: np.ndarray
     facts: np.ndarray
-    entered_ids: np.ndarray = field(default_factory=lambda: _NONE)
-    left_ids: np.ndarray = field(default_factory=lambda: _NONE)
-    left_frames: np.ndarray = field(default_factory=lambda: _NONE)
-    left_facts: np.ndarray = field(default_factory=lambda: _NO_FACTS)
+    entered_ids: np.ndarray = field(default_factory=lambda: NONE)
+    left_ids: np.ndarray = field(default_factory=lambda: NONE)
+    left_frames: np.ndarray = field(default_factory=lambda: NONE)
+    left_facts: np.ndarray = field(default_factory=lambda: NO_FACTS)
     uncount: Callable[[], None] | None = None
     advanced: Advanced | None = None
 
@@ -105,7 +103,7 @@ class Promoted:
     Attributes:
         places: int64 `[R]`, in the step's ids, ascending.
         facts: int64 `[R, 3]`: last steps + 1, counts and frequencies.
-        frames: int64 `[R]`, where their rows still are, leased; −1: in none.
+        frames: int64 `[R]`, where their rows still are, pinned; −1: in none.
     """
 
     places: np.ndarray
@@ -151,7 +149,7 @@ class ShardState:
     candidate_counts: np.ndarray
     step: int
     window: int
-    last_times: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    last_times: np.ndarray = field(default_factory=lambda: NONE)
     now: int = NO_TIME
 
 

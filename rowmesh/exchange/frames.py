@@ -13,14 +13,14 @@ from torch import Tensor
 
 from rowmesh.dynamic.asking import Asked, largest
 from rowmesh.dynamic.device_tables import DeviceAsked
-from rowmesh.dynamic.leases import Lease
+from rowmesh.dynamic.pins import BatchPin
 from rowmesh.ops.distinct_ids import DistinctIds
 
 
 class Resolve(Protocol):
     """Puts frames in the place of the ids of dynamic tables; returns what keeps these. Collective."""
 
-    def __call__(self, asked: Sequence[Asked], on_device: DeviceAsked | None = None) -> Lease: ...
+    def __call__(self, asked: Sequence[Asked], on_device: DeviceAsked | None = None) -> BatchPin: ...
 
 
 class DynamicIds(NamedTuple):
@@ -43,13 +43,13 @@ class Framed:
 
     Attributes:
         ids: int64 `[N]`, on the host where that found any frames; those that the device found are as they were.
-        lease: keeps the frames.
+        pin: keeps the frames.
         parts: where the ids are whose frames the device found, ascending.
         frames: int64 on the device, of one part after the other.
     """
 
     ids: Tensor
-    lease: Lease
+    pin: BatchPin
     parts: Sequence[slice]
     frames: Tensor | None
 
@@ -93,14 +93,14 @@ def put_frames(ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve, scor
         for group, (asked, inverse) in zip(groups, found, strict=True):
             given = [scores.numpy()[part] for part in _on_host(group)]
             asked.scores = largest(np.concatenate(given), inverse, len(asked.ids))
-    lease = resolve([asked for asked, _ in found], on_device)
+    pin = resolve([asked for asked, _ in found], on_device)
     for group, (asked, inverse) in zip(groups, found, strict=True):
         first = 0
         for part in _on_host(group):
             number = part.stop - part.start
             np.take(asked.ids, inverse[first : first + number], out=numbers[part])
             first += number
-    return Framed(ids, lease, parts, None if on_device is None else on_device.frames)
+    return Framed(ids, pin, parts, None if on_device is None else on_device.frames)
 
 
 def _asked_on_device(ids: Tensor, groups: Sequence[DynamicIds]) -> tuple[list[slice], DeviceAsked | None]:

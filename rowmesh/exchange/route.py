@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rowmesh.dynamic.leases import Lease
+from rowmesh.dynamic.pins import BatchPin
 from rowmesh.errors import IdRangeError
 from rowmesh.ops.look_up import HostLookUp
 from rowmesh.ops.look_up.device import DeviceLookUp
@@ -141,17 +141,17 @@ class Route:
         has_gradients: whether its backward has run.
         thread, num_pushes: which thread pooled it for training, and after how many pushes.
         late: of a route on a device.
-        lease: keeps the frames of dynamic tables that the batch was given.
+        pin: keeps the frames of dynamic tables that the batch was given.
     """
 
     def __init__(self, batch: SparseBatch, give_back: Callable[[], None] | None = None) -> None:
         self.batch, self.groups, self.late = batch, list[AnyRouteGroup](), None
         self.number = self.thread = self.num_pushes = 0
         self.has_gradients = False
-        self._give_back, self.lease = give_back, None
+        self._give_back, self.pin = give_back, None
 
     late: LateIdCheck | None
-    lease: Lease | None
+    pin: BatchPin | None
 
     @classmethod
     def of_nothing(cls, exchanges: Sequence[HostGroupExchange]) -> Route:
@@ -165,8 +165,8 @@ class Route:
             self._give_back()
         for group in self.groups:
             group.release()
-        if self.lease is not None:
-            self.lease.drop()
+        if self.pin is not None:
+            self.pin.drop()
 
 
 class ShardGroupRoute:

@@ -162,8 +162,8 @@ class HostRouter(Router[HostGroupExchange]):
             except IdRangeError as error:
                 refused.append(str(error))  # not the error, whose frames hold buffers
         if refused:
-            if route.lease is not None:
-                route.lease.end()
+            if route.pin is not None:
+                route.pin.end()
             raise refusal(self._rank, refused, moment)
         return route
 
@@ -181,7 +181,7 @@ class HostRouter(Router[HostGroupExchange]):
         try:
             for exchange, layout in dynamic:
                 found.append(exchange.find_unique(route.batch, layout, inverse))
-            route.lease = resolve([each.asked for each in found])
+            route.pin = resolve([each.asked for each in found])
         except BaseException:
             for (exchange, _), each in zip(dynamic, found, strict=False):
                 exchange.drop(each)
@@ -246,7 +246,7 @@ class DeviceRouter(Router[DeviceGroupExchange]):
             framed = self._put_frames(batch, exchanges, shape, resolve)
             batch = batch.with_ids(framed.ids)
         route = Route(batch)  # first: it tells exchanges when it is gone, even half made
-        route.lease = None if framed is None else framed.lease
+        route.pin = None if framed is None else framed.pin
         weights = None if batch.weights is None else self._upload_weights(batch.weights)
         ids = batch.ids if framed is None else framed.upload(self._ids.upload)
         rows, outside = self._ids.bound(ids, shape.offsets)

@@ -14,8 +14,8 @@ from rowmesh import errors
 from rowmesh.errors import PeerError, RowmeshError
 
 T = TypeVar("T")
-Failure = list[Any]
-"""An error, as it is sent: what `error_to_plain` returns."""
+PlainError = list[Any]
+"""What `error_to_plain` gives. Unlike the error it holds no frames, and so no buffers of the steps that failed."""
 
 
 class Plain(Protocol):
@@ -70,7 +70,7 @@ def decode(data: bytes, sender: int, doing: str, read: Callable[[Any], T] | None
         ) from error
 
 
-def error_to_plain(error: BaseException) -> Failure:
+def error_to_plain(error: BaseException) -> PlainError:
     """The kind of an error, from a closed list, and what is needed to raise it elsewhere.
 
     Example:

@@ -1,4 +1,4 @@
-"""What one rank does for all: every rank gets its result, or fails as it failed."""
+"""What one rank does for all, or all do together: every rank gets a result, or fails as one failed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.plain import Failure, Plain, error_from_plain, error_to_plain
+from rowmesh.mesh.plain import Plain, PlainError, error_from_plain, error_to_plain
 from rowmesh.mesh.waiting import broadcast_object, complete, gather_objects
 
 T = TypeVar("T")
@@ -27,58 +27,6 @@ def summed(mesh: Mesh, value: float, doing: str) -> float:
     total = torch.tensor([value], dtype=torch.float64)
     complete(mesh, lambda: dist.all_reduce(total, group=mesh.group, async_op=True), doing)
     return float(total)
-
-
-def first_failure(mesh: Mesh, own: Failure | None, doing: str) -> Failure | None:
-    """What the first rank met that failed at something; None where none did. Collective and blocking.
-
-    Args:
-        mesh: the ranks.
-        own: what this rank met.
-        doing: what they do, for the message of a PeerError.
-
-    Raises:
-        PeerError: a rank died, or did not come within the mesh's timeout; names it.
-    """
-    return next((sent for sent in gather_objects(mesh, own, doing) if sent is not None), None)
-
-
-def raise_first(mesh: Mesh, own: Failure | None, doing: str) -> None:
-    """Raises that on every rank, as the error that it was; arguments as for `first_failure`. Collective."""
-    failure = first_failure(mesh, own, doing)
-    if failure is None:
-        return
-    try:
-        error = error_from_plain(failure)
-    except (ValueError, KeyError, TypeError) as unknown:
-        raise PeerError(
-            f"while {doing}, a rank met an error that this rank cannot read ({unknown}); start all ranks with the same "
-            "version of rowmesh"
-        ) from unknown
-    raise error
-
-
-def everywhere(mesh: Mesh, doing: str, action: Callable[[], T]) -> T:
-    """What `action` returns on this rank; every rank runs it. Collective and blocking.
-
-    Args:
-        mesh: the ranks.
-        doing: what the action is for, for the message of a PeerError.
-        action: what to do.
-
-    Raises:
-        RowmeshError, OSError: on every rank, where `action` raised one of them on any: that of the first.
-        PeerError: a rank died, or did not come within the mesh's timeout; names it.
-    """
-    result, failure = None, None
-    try:
-        result = action()
-    except (RowmeshError, OSError) as error:
-        if mesh.group is None:
-            raise
-        failure = error_to_plain(error)
-    raise_first(mesh, failure, doing)
-    return result  # pyright: ignore[reportReturnType]
 
 
 def on_rank_0(mesh: Mesh, doing: str, action: Callable[[], T], kind: type[Plain] | None = None) -> T:
@@ -105,15 +53,56 @@ def on_rank_0(mesh: Mesh, doing: str, action: Callable[[], T], kind: type[Plain]
             outcome["result"] = result if kind is None else result.to_plain()
         except (RowmeshError, OSError, MemoryError) as error:
             outcome["error"] = error_to_plain(error)
-    sent = broadcast_object(mesh, outcome, doing)
+
+    def read(sent: Any) -> tuple[BaseException | None, Any]:
+        if "error" in sent:
+            return error_from_plain(sent["error"]), None
+        return None, sent["result"] if kind is None else kind.from_plain(sent["result"])
+
+    failure, result = broadcast_object(mesh, outcome, doing, read)
+    if failure is not None:
+        raise failure
+    return result
+
+
+def on_all_ranks(mesh: Mesh, doing: str, action: Callable[[], T]) -> T:
+    """What `action` returns on this rank.
+
+    Collective and blocking: every rank calls it, and runs its own action.
+
+    Args:
+        mesh: the ranks.
+        doing: what the actions are for, for the message of a PeerError.
+        action: what to do.
+
+    Raises:
+        RowmeshError, OSError, MemoryError: on every rank, what the first of those met whose `action` raised one of
+            them.
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    if mesh.group is None:
+        return action()
+    result, failure = None, None
     try:
-        result = sent.get("result")
-        if "error" not in sent:
-            return result if kind is None else kind.from_plain(result)  # pyright: ignore[reportReturnType]
-        failure = error_from_plain(sent["error"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PeerError(
-            f"while {doing}, rank {mesh.name(0)} sent what this rank cannot read ({error}); start all ranks with the "
-            "same version of rowmesh"
-        ) from error
-    raise failure
+        result = action()
+    except (RowmeshError, OSError, MemoryError) as error:
+        failure = error_to_plain(error)
+    if (first := first_failure(mesh, failure, doing)) is not None:
+        raise error_from_plain(first)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def first_failure(mesh: Mesh, failure: PlainError | None, doing: str) -> PlainError | None:
+    """The error of the first of the ranks that failed, the same on every rank; None where none did.
+
+    Collective and blocking: every rank calls it; moves the errors to every rank, as JSON.
+
+    Args:
+        mesh: the ranks.
+        failure: the error of this rank; None: it has not failed.
+        doing: what the ranks do, for the message of a PeerError.
+
+    Raises:
+        PeerError: a rank died, or did not come within the mesh's timeout; names it.
+    """
+    return next((each for each in gather_objects(mesh, failure, doing) if each is not None), None)

@@ -107,13 +107,14 @@ def gather_objects(mesh: Mesh, value: Any, doing: str) -> list[Any]:
     return [decode(text, mesh.name(rank), doing) for rank, text in enumerate(texts)]
 
 
-def broadcast_object(mesh: Mesh, value: Any, doing: str) -> Any:
+def broadcast_object(mesh: Mesh, value: Any, doing: str, read: Callable[[Any], Any] | None = None) -> Any:
     """Rank 0's value, on every rank. Collective and blocking.
 
     Args:
         mesh: the ranks.
         value: of rank 0; plain, as in `rowmesh.mesh.plain`. Tuples arrive as lists, on rank 0 too.
         doing: what this is for, for the message.
+        read: converts the plain values, where there are several ranks.
 
     Raises:
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
@@ -125,7 +126,7 @@ def broadcast_object(mesh: Mesh, value: Any, doing: str) -> Any:
     _broadcast(mesh, size, doing)
     content = torch.frombuffer(text or bytearray(int(size)), dtype=torch.uint8)
     _broadcast(mesh, content, doing)
-    return decode(content.numpy().tobytes(), mesh.name(0), doing)
+    return decode(content.numpy().tobytes(), mesh.name(0), doing, read)
 
 
 def barrier(mesh: Mesh, doing: str) -> None:

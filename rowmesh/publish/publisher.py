@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +14,13 @@ import torch
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.together import everywhere
-from rowmesh.mesh.waiting import broadcast_object
+from rowmesh.mesh.together import on_all_ranks, on_rank_0
 from rowmesh.publish.generation import Generation, PublishedTable
 from rowmesh.publish.target import PartWriter, Target
 
 logger = logging.getLogger("rowmesh")
 _NONE = np.empty(0, np.int64)
-_LOOKING = "looking at what is published"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class Publisher:
             raise ConfigurationError(
                 f"keep_last and whole_every of publishing must be 1 or more, got {keep_last} and {whole_every}"
             )
-        self._target, self._tables, self._mesh = target, dict(tables), mesh
+        self._target, self._tables, self._mesh = target, dict(tables), Mesh() if mesh is None else mesh
         self._keep_last, self._whole_every, self._run = keep_last, whole_every, run
         self._last: Generation | None = None
 
@@ -102,13 +101,11 @@ class Publisher:
         Raises:
             StoreError, DataError: on all ranks: the target does not answer, or has something else.
         """
-        text = self._together(self._read_newest, _LOOKING)
-        if self._mesh is not None:
-            text = broadcast_object(self._mesh, text, _LOOKING)
+        text = on_rank_0(self._mesh, "looking at what is published", self._named(self._read_newest))
         return Generation.read(text.encode(), self._target.name) if text else None
 
     def _read_newest(self) -> str:
-        return (self._target.newest() or b"").decode() if self._is_first else ""
+        return (self._target.newest() or b"").decode()
 
     def publish(self, step: int, changes: Mapping[str, Changes], network: Mapping[str, Any]) -> Generation:
         """Publishes a generation. Collective and blocking.
@@ -124,30 +121,28 @@ class Publisher:
         """
         is_whole, last = self.is_whole, self._last
         self._last = None  # until all has gone well
-        number = self._together(lambda: self._begin(None if is_whole else last), "beginning to publish")
-        number = self._broadcast(number)
-        self._together(lambda: self._write_part(number, changes, is_whole=is_whole), "publishing rows")
         before = None if is_whole else last
+        number = on_rank_0(self._mesh, "beginning to publish", self._named(lambda: self._begin(before)))
+        write = self._named(lambda: self._write_part(number, changes, is_whole=is_whole))
+        on_all_ranks(self._mesh, "publishing rows", write)
         generation = Generation(
             number=number,
             step=step,
             chain=(number, *(before.chain if before else ())),
-            num_parts=(1 if self._mesh is None else self._mesh.world_size, *(before.num_parts if before else ())),
+            num_parts=(self._mesh.world_size, *(before.num_parts if before else ())),
             tables=self._tables,
             run=self._run,
         )
-        self._together(lambda: self._finish(generation, network), "publishing the network")
+        on_rank_0(self._mesh, "publishing the network", self._named(lambda: self._finish(generation, network)))
         self._last = generation
         return generation
 
     def _begin(self, before: Generation | None) -> int:
-        """On rank 0 the number of the next generation.
+        """The number of the next generation; on rank 0.
 
         Args:
             before: what it changes.
         """
-        if not self._is_first:
-            return 0
         text = self._target.newest()
         newest = None if text is None else Generation.read(text, self._target.name)
         if before is not None and newest != before:
@@ -166,7 +161,7 @@ class Publisher:
     def _write_part(self, number: int, changes: Mapping[str, Changes], *, is_whole: bool) -> None:
         if unknown := changes.keys() - self._tables.keys():
             raise DataError(f"{sorted(unknown)} are not published; the tables are {sorted(self._tables)}")
-        writer = self._target.part(number, self._rank, {name: table.dim for name, table in self._tables.items()})
+        writer = self._target.part(number, self._mesh.rank, {name: table.dim for name, table in self._tables.items()})
         try:
             for name, change in changes.items():
                 self._write_table(writer, name, change, is_whole=is_whole)
@@ -189,8 +184,7 @@ class Publisher:
             writer.deleted(name, np.ascontiguousarray(change.deleted, np.int64))
 
     def _finish(self, generation: Generation, network: Mapping[str, Any]) -> None:
-        if not self._is_first:
-            return
+        """Makes readers see a generation; on rank 0."""
         state = io.BytesIO()
         torch.save(dict(network), state)
         self._target.write_network(generation.number, state.getvalue())
@@ -214,24 +208,13 @@ class Publisher:
                 self._target.remove(other)
                 reach("publish.removed")
 
-    @property
-    def _rank(self) -> int:
-        return 0 if self._mesh is None else self._mesh.rank
+    def _named(self, action: Callable[[], T]) -> Callable[[], T]:
+        """The action, whose errors of files name the target."""
 
-    @property
-    def _is_first(self) -> bool:
-        return self._rank == 0
-
-    def _broadcast(self, number: int) -> int:
-        return number if self._mesh is None else int(broadcast_object(self._mesh, number, "publishing"))
-
-    def _together(self, action: Any, doing: str) -> Any:
-        """Runs an action on every rank, and raises on all of them what one could not do."""
-
-        def named() -> Any:
+        def run() -> T:
             try:
                 return action()
             except OSError as error:
                 raise StoreError(f"{self._target.name} failed: {error}") from error
 
-        return named() if self._mesh is None else everywhere(self._mesh, doing, named)
+        return run

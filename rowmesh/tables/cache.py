@@ -21,7 +21,7 @@ class TierCounters:
     """What a cache did so far.
 
     Attributes:
-        leases: how often a batch pinned its rows.
+        pins: how often a batch pinned its rows.
         rows_found: of pinned rows, those that were in the cache.
         rows_forwarded: of these, rows that other batches in sight had pinned; the others were retained.
         rows_read, bytes_read: from the backing store.
@@ -32,7 +32,7 @@ class TierCounters:
         read_s: how long batches read.
     """
 
-    leases: int = 0
+    pins: int = 0
     rows_found: int = 0
     rows_forwarded: int = 0
     rows_read: int = 0

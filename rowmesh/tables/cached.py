@@ -298,7 +298,7 @@ class CachedArena:
             self._is_taken = True
             assigned = table.assign(slots, cache_slots).copy()
             self._num_pins += 1
-            counters.leases += 1
+            counters.pins += 1
             counters.rows_found += pinned.num_found
             counters.rows_forwarded += num_forwarded
             counters.peak_frames = max(counters.peak_frames, table.num_pinned)

@@ -244,12 +244,12 @@ def test_where_the_store_does_not_answer_the_next_is_full(few, monkeypatch):
     few.see(2)
     assert changes.take() is not None
     with monkeypatch.context() as patch:
-        patch.setattr(OwnedTable, "settle", fail)
+        patch.setattr(OwnedTable, "flush", fail)
         assert changes.take() is None
     assert changes.take() is None
     assert changes.take() is not None
     changes.close()
-    assert few.embeddings.records("user")._owned.settle()._listeners == []
+    assert few.embeddings.records("user")._owned.flush()._listeners == []
 
 
 def test_rules_without_a_limit_are_another_table(series, tmp_path):

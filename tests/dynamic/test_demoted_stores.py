@@ -148,10 +148,10 @@ def test_a_server_that_comes_back_has_lost_nothing(redis_server):
     embeddings.close()
 
 
-@pytest.mark.parametrize("settles", [False, True], ids=["what is to be written", "what is to be read"])
-def test_a_server_that_stays_away_is_named_and_training_can_go_on(redis_server, settles):
+@pytest.mark.parametrize("flushes", [False, True], ids=["what is to be written", "what is to be read"])
+def test_a_server_that_stays_away_is_named_and_training_can_go_on(redis_server, flushes):
     embeddings = made(capacity=2, shards=1, mode="demote", store=redis_server.url, store_retry_s=0.1)
-    train(embeddings, [1, 2], [3, 4], *([[3, 4]] if settles else []))
+    train(embeddings, [1, 2], [3, 4], *([[3, 4]] if flushes else []))
     known = embeddings.statistics("item", [3, 4])
     redis_server.kill()
     for _ in range(2):
@@ -159,10 +159,10 @@ def test_a_server_that_stays_away_is_named_and_training_can_go_on(redis_server, 
             embeddings(bags([1, 3]))
     with pytest.raises(StoreError, match="Redis"):
         read(embeddings, [1])
-    assert torch.equal(read_known(embeddings, 3), after(embeddings, [3], [1 + settles])[0])
+    assert torch.equal(read_known(embeddings, 3), after(embeddings, [3], [1 + flushes])[0])
     redis_server.start()
     assert embeddings.statistics("item", [3, 4]).count.tolist() == known.count.tolist()
-    assert torch.equal(*train(embeddings, [1, 3]), after(embeddings, [1, 3], [1, 1 + settles]))
+    assert torch.equal(*train(embeddings, [1, 3]), after(embeddings, [1, 3], [1, 1 + flushes]))
     assert torch.equal(read(embeddings, [2]), initial(embeddings, [2]) - 1)
     embeddings.close()
 
@@ -260,7 +260,7 @@ def test_a_store_that_has_lost_a_record_is_named_when_it_is_saved(tmp_path, requ
     records = embeddings.records("item")
     assert records is not None
     gone = records.demoted_rows[0].rows[:1]
-    demoted = embeddings.engine.resolver.tables["item"].owned.settle()  # pyright: ignore[reportOptionalMemberAccess]
+    demoted = embeddings.engine.resolver.tables["item"].owned.flush()  # pyright: ignore[reportOptionalMemberAccess]
     demoted._store.delete(np.zeros(1, np.int64), gone)  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(CheckpointError, match="store of table 'item' has lost 1 of 3 records, the first of"):
         rowmesh.save(tmp_path / "model", {"embeddings": embeddings}, overwrite=True)

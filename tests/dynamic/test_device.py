@@ -182,7 +182,7 @@ def test_a_table_without_room_changes_nothing():
     with pytest.raises(NoRoomError, match="user"):
         embeddings(stream.batch(0, 0, is_dynamic=True))
     assert len(embeddings.known_rows("user").ids) == 0
-    assert not embeddings.engine.resolver.leases.ahead
+    assert not embeddings.engine.resolver.pins.ahead
 
 
 def test_what_cannot_be_is_refused():

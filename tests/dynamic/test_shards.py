@@ -107,7 +107,7 @@ def test_decides_as_the_rules_say_in_large_shards(options):
 def check(options, batches, capacity, margin=MARGIN, kind=DynamicShards):
     """Opens, releases and reloads as the batches say, with both, which stay alike."""
     mine, theirs = both(Dynamic(capacity=capacity, **{"shards": 1, **options}), margin, kind)
-    step, leases = 0, []
+    step, pins = 0, []
     every = np.array(sorted({*range(31), -1, INT64.min, INT64.max}), np.int64)
     for batch, ahead, again in batches:
         step += ahead
@@ -120,16 +120,16 @@ def check(options, batches, capacity, margin=MARGIN, kind=DynamicShards):
         assert len(done) in (0, 2)
         if done:
             assert canonical(done[0]) == canonical(done[1])
-            leases.append([np.concatenate([opened.frames[opened.guest], opened.evicted_frames]) for opened in done])
+            pins.append([np.concatenate([opened.frames[opened.guest], opened.evicted_frames]) for opened in done])
         assert state(mine) == state(theirs)
         for field in ("known", "count", "last_step", "score"):
             assert (getattr(mine.statistics(every), field) == getattr(theirs.statistics(every), field)).all()
         assert ((mine.find(every) >= 0) == (theirs.find(every) >= 0)).all()
-        if len(leases) > 1:
-            for shards, frames in zip((mine, theirs), leases.pop(0), strict=True):
+        if len(pins) > 1:
+            for shards, frames in zip((mine, theirs), pins.pop(0), strict=True):
                 shards.release(frames)
         if again:
-            mine, theirs, leases = reload(mine, margin), reload(theirs, margin), []
+            mine, theirs, pins = reload(mine, margin), reload(theirs, margin), []
 
 
 def opened(shards, ids, step, counts=None):
@@ -200,11 +200,11 @@ def test_a_batch_too_large_is_named_and_changes_nothing():
     assert state(shards) == before
 
 
-def test_leases_that_hold_all_frames_are_named():
+def test_pins_that_hold_all_frames_are_named():
     shards = DynamicShards("t", Dynamic(capacity=1, shards=1), range(1), 2)
     opened(shards, [1], 0)
     victims = opened(shards, [2], 1).evicted_frames
-    with pytest.raises(NoRoomError, match="leases"):
+    with pytest.raises(NoRoomError, match="pins"):
         opened(shards, [3], 2)
     shards.release(victims)
     assert opened(shards, [3], 2).evicted_ids.tolist() == [2]
@@ -213,7 +213,7 @@ def test_leases_that_hold_all_frames_are_named():
 def test_frames_are_released_once():
     shards = both(Dynamic(capacity=1, shards=1))[0]
     frames = opened(shards, [1], 0).frames
-    with pytest.raises(DataError, match="leased"):
+    with pytest.raises(DataError, match="pinned"):
         shards.release(frames)
 
 

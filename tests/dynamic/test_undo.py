@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import assume, given, settings
 
 from rowmesh import EmbeddingOptimizer
-from rowmesh.dynamic.leases import Lease
+from rowmesh.dynamic.pins import BatchPin
 from rowmesh.errors import NoRoomError
 from rowmesh.mesh import Mesh
 from tests.dynamic.test_demoted import RULES as DEMOTING
@@ -39,9 +39,9 @@ def train(stream: Stream, aheads: list[int], every: int, late: int) -> list[dict
     optimizer, resolver = EmbeddingOptimizer(embeddings), embeddings.engine.resolver
     assert resolver is not None
     resolver.keep_undo()
-    held = deque[Lease]()
+    held = deque[BatchPin]()
     for step, ahead in zip(range(stream.num_steps), aheads, strict=False):
-        held.append(resolver.leases.begin())
+        held.append(resolver.pins.begin())
         batches = [stream.batch(step + k, 0, is_dynamic=True) for k in range(ahead)]
         opened = [embeddings(batch) for batch in batches]
         resolver.go_back(step)
@@ -50,7 +50,7 @@ def train(stream: Stream, aheads: list[int], every: int, late: int) -> list[dict
         optimizer.step()
         if len(held) > late:
             held.popleft().end()
-        if step % every == 0:  # which settles what is demoted
+        if step % every == 0:  # which flushes what is demoted
             states.append(saved(embeddings, stream))
     return [*states, saved(embeddings, stream)]
 

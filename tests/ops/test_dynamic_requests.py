@@ -5,7 +5,7 @@ import pytest
 
 from rowmesh.dynamic import shard_of
 from rowmesh.dynamic.asked import DynamicTable
-from rowmesh.dynamic.asking import Asked, Dealer
+from rowmesh.dynamic.asking import Asked, RequestRouter
 from rowmesh.dynamic.layout import shards_of
 from rowmesh.dynamic.mail import Letter, LocalMail
 from rowmesh.mesh.grid import Grid
@@ -35,13 +35,13 @@ def asked_of(random):
 @pytest.mark.parametrize("world_size, replicas", [(1, 1), (3, 1), (4, 2)])
 def test_every_id_goes_to_its_owner_in_every_replica_group_and_its_row_comes_back(world_size, replicas):
     random = np.random.default_rng(world_size)
-    asked, dealer = asked_of(random), Dealer(tables(world_size, replicas), 0, world_size)
+    asked, router = asked_of(random), RequestRouter(tables(world_size, replicas), 0, world_size)
     ids, grid = asked.ids.copy(), Grid(world_size, replicas)
-    sizes = dealer.count([asked])
+    sizes = router.count([asked])
     memory = np.zeros((world_size, 2, len(ids)), np.int64)
     totals = sizes.sum(axis=1)
     ids_at = memory.ctypes.data + memory.strides[0] * np.arange(world_size)
-    dealer.fill([asked], sizes, ids_at, ids_at + memory.strides[1])
+    router.fill([asked], sizes, ids_at, ids_at + memory.strides[1])
     for rank in range(world_size):
         member, begin = grid.place(rank)[1], 0
         for table, (name, shards) in enumerate(SHARDS.items()):
@@ -54,22 +54,22 @@ def test_every_id_goes_to_its_owner_in_every_replica_group_and_its_row_comes_bac
             begin = end
         assert begin == totals[rank]
     memory[:, 0] ^= 77  # the rows of ids, where they were
-    dealer.take([asked], ids_at)
+    router.take([asked], ids_at)
     assert asked.ids.tolist() == (ids ^ 77).tolist()
-    assert dealer.answers.tolist() == [grid.place(rank)[0] == 0 for rank in range(world_size)]
+    assert router.answers.tolist() == [grid.place(rank)[0] == 0 for rank in range(world_size)]
 
 
 def test_a_rank_alone_answers_itself_however_much_it_asks():
-    mail, dealer = LocalMail(), Dealer(tables(1, 1), 0, 1)
+    mail, router = LocalMail(), RequestRouter(tables(1, 1), 0, 1)
     for size in (3, 1000, 5):
         ids = np.arange(size)
         asked = Asked(ids.copy(), np.array([0, size, size]), np.ones(size, np.uint32), is_frozen=False)
-        sizes = dealer.count([asked])
-        letter = Letter(0, 0, sizes, dealer.answers, 0)
-        arrived = mail.send(letter, lambda *at, asked=asked, sizes=sizes: dealer.fill([asked], sizes, *at))
+        sizes = router.count([asked])
+        letter = Letter(0, 0, sizes, router.answers, 0)
+        arrived = mail.send(letter, lambda *at, asked=asked, sizes=sizes: router.fill([asked], sizes, *at))
         assert array_at(int(arrived.columns_at[0][0]), np.int64, size).tolist() == ids.tolist()
         array_at(int(arrived.rows_at[0]), np.int64, size)[:] += 5
         has_failed, rows_at = mail.answer(failed=False)
-        dealer.take([asked], rows_at)
+        router.take([asked], rows_at)
         assert not has_failed
         assert asked.ids.tolist() == (ids + 5).tolist()

@@ -92,7 +92,7 @@ def test_little_room(depth, num_rows):
             train_on(window, optimizer)
     assert torch.equal(rows_of(collection), in_turn(5))
     counters = collection.tier_counters[collection.groups[0].name]
-    assert counters.leases == 5
+    assert counters.pins == 5
     assert counters.peak_frames <= num_rows
     collection.close()
 

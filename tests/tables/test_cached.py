@@ -446,7 +446,7 @@ def test_rows_are_unpinned_once(memory):
         pinned.unpin(changed=True)
         pinned.unpin()
         assert not pinned.is_pinned
-        assert cached.counters.leases == 1
+        assert cached.counters.pins == 1
 
 
 @given(SLOTS, SLOTS, st.booleans(), st.booleans())

@@ -1,4 +1,4 @@
-"""Leases: which batches of this rank are under way, and so may read or update the frames that they were given.
+"""Pins: which batches of this rank are under way, and so may read or update the frames that they were given.
 
 Batches are numbered alike on all ranks. Each rank says, with the next batch, which is its first one that has not ended.
 A frame that a batch has freed is used again only when every batch up to that one has ended on every rank.
@@ -7,23 +7,23 @@ A frame that a batch has freed is used again only when every batch up to that on
 from __future__ import annotations
 
 
-class Lease:
-    """One batch's. `end` may be called again.
+class BatchPin:
+    """Keeps the frames that a batch was given. `end` may be called again.
 
     Attributes:
         number: of the batch.
         is_ahead: whether a pipeline has opened it, and its step is not done.
     """
 
-    __slots__ = ("_leases", "is_ahead", "is_kept", "number")
+    __slots__ = ("_pins", "is_ahead", "is_kept", "number")
 
-    def __init__(self, leases: Leases, number: int) -> None:
-        self._leases, self.number, self.is_ahead, self.is_kept = leases, number, False, False
+    def __init__(self, pins: BatchPins, number: int) -> None:
+        self._pins, self.number, self.is_ahead, self.is_kept = pins, number, False, False
 
     def end(self) -> None:
         """Nothing of the batch is read or updated any more."""
         self.is_ahead = False
-        self._leases.discard(self.number)
+        self._pins.discard(self.number)
 
     def drop(self) -> None:
         """The batch is gone: it has ended, unless its step is being done (`is_kept`)."""
@@ -31,30 +31,30 @@ class Lease:
             self.end()
 
 
-class Leases:
-    """Those of all batches of this rank.
+class BatchPins:
+    """The pins of all batches of this rank.
 
     Example:
-        >>> leases = Leases()
-        >>> first, second = leases.begin(), leases.begin()
+        >>> pins = BatchPins()
+        >>> first, second = pins.begin(), pins.begin()
         >>> second.end()
-        >>> leases.first
+        >>> pins.first
         0
         >>> first.end()
-        >>> leases.first
+        >>> pins.first
         2
     """
 
     def __init__(self) -> None:
-        # No lock: a lease may end wherever the garbage collector runs. Each line here is one step of the interpreter.
-        self._under_way: dict[int, Lease] = {}
+        # No lock: a pin may end wherever the garbage collector runs. Each line here is one step of the interpreter.
+        self._under_way: dict[int, BatchPin] = {}
         self._next = 0
 
-    def begin(self) -> Lease:
-        """The next batch's; one thread at a time."""
-        lease = self._under_way[self._next] = Lease(self, self._next)
+    def begin(self) -> BatchPin:
+        """Pins the next batch; one thread at a time."""
+        pin = self._under_way[self._next] = BatchPin(self, self._next)
         self._next += 1
-        return lease
+        return pin
 
     def discard(self, number: int) -> None:
         """A batch has ended."""
@@ -73,4 +73,4 @@ class Leases:
     @property
     def ahead(self) -> list[int]:
         """Batches whose steps have not come yet though a pipeline has opened them, ascending."""
-        return sorted(lease.number for lease in list(self._under_way.values()) if lease.is_ahead)
+        return sorted(pin.number for pin in list(self._under_way.values()) if pin.is_ahead)
