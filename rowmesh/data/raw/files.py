@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rowmesh.data.parquet import PARQUET_ROWS, column_forms, row_text, unreadable
+from rowmesh.data.parquet import PARQUET_ROWS, KnownForms, column_forms, read_forms, row_text, unreadable
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema
@@ -35,17 +35,24 @@ class FileSource:
     .partial or .crdownload, are not read. Without `follow` no file may appear in the folder meanwhile: each rank lists
     it by itself.
 
+    Columns of Parquet files hold lists or single ids, integers or text, and all files in the same way. The first file
+    says which; where its column is of type null, the next ones do, or, with `follow`, the column holds single ids.
+
     Args:
         paths: files; or one folder.
         schema: how to read them.
         follow: whether to wait for more files.
+        forms: of the columns of Parquet files, as far as they are known from elsewhere; those of these files are added.
 
     Raises:
         ConfigurationError: there is no such file, one is given twice, or files are to be followed that are no folder.
     """
 
-    def __init__(self, paths: Sequence[str | Path], schema: Schema, *, follow: bool = False) -> None:
+    def __init__(
+        self, paths: Sequence[str | Path], schema: Schema, *, follow: bool = False, forms: KnownForms | None = None
+    ) -> None:
         self.schema, self.follow = schema, follow
+        self._forms = KnownForms(schema) if forms is None else forms
         self._files = [Path(path) for path in paths]
         self._folder = self._files[0] if len(self._files) == 1 and self._files[0].is_dir() else None
         if not self._files:
@@ -68,8 +75,14 @@ class FileSource:
             return self._files
         return sorted(path for path in self._folder.iterdir() if path.is_file() and _is_data(path.name))
 
+    @property
+    def multi_hot(self) -> tuple[bool, ...]:
+        """By categorical feature, whether rows have lists; of Parquet files known with the first chunk."""
+        return self.schema.separated if self.schema.format == "text" else self._forms.multi_hot
+
     def chunks(self, position: Position | None) -> Iterator[Chunk | None]:
         """Chunks of rows; see `Source.chunks`."""
+        has_forms = self.schema.format == "text"
         done: list[Path] = []
         resumed = None if position is None else str(position["file"])
         if resumed is not None:
@@ -84,6 +97,9 @@ class FileSource:
             is_last = not self.follow or (self._folder is not None and (self._folder / END_FILE).exists())
             files = self.files  # listed after the end was looked for, so that none before the end is missed
             self._check_order(files, done)
+            if files and not has_forms:
+                self._learn_forms(files[: max(len(done), 1)] if self.follow else files)
+                has_forms = True
             for path in files[len(done) :]:
                 skip = int(position["row"]) if position is not None and self._name(path) == resumed else 0
                 yield from self._chunks_of(path, skip)
@@ -91,6 +107,19 @@ class FileSource:
             if is_last:
                 return
             yield None
+
+    def _learn_forms(self, files: Sequence[Path]) -> None:
+        """Reads what the columns of files hold, before any row, until that is known of all columns.
+
+        Of files that are followed, what ranks see at the start may differ, but for the first and those that were read
+        before: the first alone says which columns hold lists.
+        """
+        for path in files:
+            if self._forms.is_complete:
+                return
+            self._forms.add(path, read_forms(path, self.schema))
+            if self.follow:
+                self._forms.take_unknown_as_single(path)
 
     def _name(self, path: Path) -> str:
         """A file in positions: below the folder that all have in common, which may move."""
@@ -106,8 +135,9 @@ class FileSource:
             raise DataError(f"{gone[0]} was read and is gone; files that are followed must stay until the run ends")
 
     def _chunks_of(self, path: Path, skip: int) -> Iterator[Chunk]:
-        chunks_of = _text_chunks if self.schema.format == "text" else _table_chunks
-        chunks = chunks_of(_File(path, self._name(path)), self.schema)
+        file = _File(path, self._name(path))
+        is_text = self.schema.format == "text"
+        chunks = _text_chunks(file, self.schema) if is_text else _table_chunks(file, self.schema, self._forms)
         row = 0
         for chunk in chunks:
             row += len(chunk)
@@ -197,11 +227,11 @@ def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
         row += len(chunk)
 
 
-def _table_chunks(file: _File, schema: Schema) -> Iterator[_TableChunk]:
+def _table_chunks(file: _File, schema: Schema, forms: KnownForms) -> Iterator[_TableChunk]:
     path, row = file.path, 0
     try:
         with pq.ParquetFile(path, memory_map=True) as opened:
-            column_forms(path, schema, opened.schema_arrow)
+            forms.add(path, column_forms(path, schema, opened.schema_arrow))
             for batch in opened.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
                 if batch.num_rows:
                     yield _TableChunk(file, pa.Table.from_batches([batch]), row)

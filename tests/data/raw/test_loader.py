@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.raw import FileSource, RawLoader, ids_of
+from rowmesh.data.raw.encoder import sparse_of
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.errors import ConfigurationError, DataError
 
@@ -97,7 +98,7 @@ def joined(batches):
 
 def loader(folder, kind="text", **options):
     schema = SCHEMA if kind == "text" else PARQUET
-    options = {"batch_size": 6, "quarantine": NoBadRows(), "multi_hot": (False, True), "prefetch": 0, **options}
+    options = {"batch_size": 6, "quarantine": NoBadRows(), "prefetch": 0, **options}
     return RawLoader(FileSource([folder], schema), schema, **options)
 
 
@@ -322,6 +323,89 @@ def test_an_empty_part_has_the_shapes_of_others(tmp_path):
     assert np.array_equal(batch.sparse.jagged_offsets, [0])
 
 
+IDS = Schema(format="parquet", label="y", dense_transform="none", categorical=["u", "v"])
+SINGLE, TEXTS, LISTS, NULLS = pa.array([1, 2]), pa.array(["1", "2"]), pa.array([[1, 2, 3], []]), pa.nulls(2)
+EMPTY = pa.array([[], None], pa.list_(pa.null()))
+
+
+def files_of(folder, *columns):
+    """Files 0.parquet, … with a column `u` each, of two rows."""
+    for number, column in enumerate(columns):
+        pq.write_table(pa.table({"y": [0, 1], "u": column, "v": pa.array([[4], []])}), folder / f"{number}.parquet")
+    return folder
+
+
+def bags_of(folder, state=None, **options):
+    """The ids of `u`, by row."""
+    batches = RawLoader(FileSource([folder], IDS, **options), IDS, batch_size=2, quarantine=NoBadRows(), prefetch=0)
+    if state is not None:
+        batches.load_state_dict(state)
+    bags = []
+    for batch in batches:
+        ids, offsets = batch.sparse.ids.tolist(), batch.sparse.jagged_offsets.tolist()
+        bags += [ids[offsets[i] : offsets[i + 1]] for i in range(2)]
+    return bags, batches.state_dict()
+
+
+def test_columns_of_lists_are_multi_hot(tmp_path):
+    source = FileSource([files_of(tmp_path, LISTS)], IDS)
+    (batch,) = RawLoader(source, IDS, batch_size=2, quarantine=NoBadRows(), prefetch=0)
+    assert batch.sparse.ids.tolist() == [1, 2, 3, 4]
+    assert batch.sparse.jagged_offsets.tolist() == [0, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("columns", "bags"),
+    [
+        ([SINGLE, NULLS], [[1], [2], None, None]),
+        ([LISTS, EMPTY, NULLS], [[1, 2, 3], [], [], [], [], []]),
+        ([NULLS, LISTS], [[], [], [1, 2, 3], []]),
+    ],
+    ids=["single ids", "lists", "lists that come later"],
+)
+def test_a_file_without_a_value_goes_with_all(tmp_path, columns, bags):
+    missing = ids_of(pa.nulls(1)).tolist()
+    bags = [missing if bag is None else bag for bag in bags]
+    found, state = bags_of(files_of(tmp_path, *columns[:1]))
+    assert bags_of(files_of(tmp_path, *columns))[0] == bags
+    if columns[0] is not NULLS:
+        assert found == bags[:2]
+        assert bags_of(tmp_path, state)[0] == bags[2:]  # the first file says it, also where it was read before
+
+
+@pytest.mark.parametrize(
+    ("columns", "found", "before"),
+    [
+        ([SINGLE, LISTS], "lists", "0.parquet it holds single ids"),
+        ([LISTS, NULLS, SINGLE], "single ids", "0.parquet it holds lists"),
+        ([SINGLE, TEXTS], "text", "0.parquet it holds integers"),
+        ([NULLS, TEXTS, SINGLE], "integers", "1.parquet it holds text"),
+    ],
+)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_files_whose_columns_have_another_form_are_refused(tmp_path, columns, found, before, resumes):
+    state = bags_of(files_of(tmp_path, *columns[:-1]))[1] if resumes else None
+    files_of(tmp_path, *columns)
+    last = len(columns) - 1
+    with pytest.raises(DataError, match=rf"{last}\.parquet: column 'u' holds {found}, in .*{before}"):
+        bags_of(tmp_path, state)
+
+
+def test_the_first_file_of_a_followed_folder_says_which_columns_hold_lists(tmp_path):
+    (tmp_path / "_END").touch()
+    with pytest.raises(DataError, match=r"1\.parquet: column 'u' holds lists, in .*0.parquet it holds single ids"):
+        bags_of(files_of(tmp_path, NULLS, LISTS), follow=True)
+    state = bags_of(files_of(tmp_path, NULLS, SINGLE), follow=True)[1]
+    files_of(tmp_path, NULLS, SINGLE, TEXTS)
+    with pytest.raises(DataError, match=r"2\.parquet: column 'u' holds text, in .*1.parquet it holds integers"):
+        bags_of(tmp_path, state, follow=True)
+
+
+def test_lists_among_single_ids_are_refused():
+    with pytest.raises(DataError, match="feature 'u' has lists of ids"):
+        sparse_of(["u"], [[LISTS]], 2, is_jagged=False)
+
+
 TIMES = {
     "unix": (["1700000000", "1699999990.5", "soon"], 1_700_000_000, 4),
     "%Y-%m-%d": (["1970-01-02", "", "1970-01-01"], 86_400, 3),
@@ -358,7 +442,7 @@ def test_all_ids_of_a_row_have_its_score(tmp_path, file_format):
     features = ["user", Categorical(name="tag", separator="|" if file_format == "text" else None)]
     schema = Schema(format=file_format, label="click", categorical=features, score="worth")
     kept = Kept()
-    (batch,) = RawLoader(FileSource([path], schema), schema, batch_size=9, multi_hot=[False, True], quarantine=kept)
+    (batch,) = RawLoader(FileSource([path], schema), schema, batch_size=9, quarantine=kept)
     assert batch.sparse.scores is not None
     assert batch.sparse.scores.tolist() == [*scores[:3], scores[0], scores[0], scores[2]]
     assert [row[1] for row in kept.rows] == bad
