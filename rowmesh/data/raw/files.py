@@ -125,13 +125,16 @@ class FileSource:
         """A file in positions: below the folder that all have in common, which may move."""
         return path.absolute().relative_to(self._base.absolute()).as_posix()
 
-    def _check_order(self, files: Sequence[Path], done: Sequence[Path]) -> None:
-        if late := [path for path in files[: len(done)] if path not in done]:
+    def _check_order(self, files: list[Path], done: list[Path]) -> None:
+        if files[: len(done)] == done:
+            return
+        known, there = set(done), set(files)
+        if late := [path for path in files[: len(done)] if path not in known]:
             raise DataError(
                 f"{late[0]} appeared after {done[-1].name} was read, and its name comes before; files must appear in "
                 "the order of their names, or some runs would skip them: give it a later name"
             )
-        if gone := [path for path in done if path not in files]:
+        if gone := [path for path in done if path not in there]:
             raise DataError(f"{gone[0]} was read and is gone; files that are followed must stay until the run ends")
 
     def _chunks_of(self, path: Path, skip: int) -> Iterator[Chunk]:

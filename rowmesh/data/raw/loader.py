@@ -171,18 +171,21 @@ class RawLoader:
 
     def _make(self, position: Position | None) -> Iterator[Made | None]:
         """Every global batch's part of this rank; None while a source has no rows yet."""
-        held: list[tuple[Chunk, int]] = []  # chunks, and how many of their rows are used up
+        held: deque[tuple[Chunk, int]] = deque()  # chunks, and how many of their rows are used up
+        rows = 0  # that they have left
         for chunk in self._source.chunks(position):
             if chunk is None:
                 yield None
                 continue
             held.append((chunk, 0))
-            while sum(len(each) - first for each, first in held) >= self.batch_size:
+            rows += len(chunk)
+            while rows >= self.batch_size:
+                rows -= self.batch_size
                 yield self._cut(held, self.batch_size)
-        if rest := sum(len(each) - first for each, first in held):
-            yield self._cut(held, rest)
+        if rows:
+            yield self._cut(held, rows)
 
-    def _cut(self, held: list[tuple[Chunk, int]], size: int) -> Made:
+    def _cut(self, held: deque[tuple[Chunk, int]], size: int) -> Made:
         """Takes a batch off the chunks, of which those that are used up go."""
         low, high = size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
         blocks: list[Block] = []
@@ -197,7 +200,7 @@ class RawLoader:
             position = chunk.position(first + count)
             done += count
             if first + count == len(chunk):
-                held.pop(0)
+                held.popleft()
             else:
                 held[0] = chunk, first + count
         assert position is not None

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.raw import FileSource, RawLoader, ids_of
 from rowmesh.data.raw.encoder import sparse_of
+from rowmesh.data.raw.files import _TextChunk
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.errors import ConfigurationError, DataError
 
@@ -213,6 +215,35 @@ def test_files_that_appear_later_are_read_until_the_end(tmp_path):
     )
     assert joined(batches) == expected_rows(0, 10)
     assert len(looks) == 3
+
+
+def test_work_is_linear_in_the_number_of_files(tmp_path, monkeypatch):
+    """Both of a look at a followed folder and of a batch of many small files."""
+    folder, calls, number = tmp_path / "many", {"compared": 0, "measured": 0}, 300
+    folder.mkdir()
+    for each in range(number):
+        write_text(folder / f"{each:03}.csv", rows_of(each, 1))
+    (folder / "_END").touch()
+    compare, measure = Path.__eq__, _TextChunk.__len__
+
+    def compared(path, other):
+        calls["compared"] += 1
+        return compare(path, other)
+
+    def measured(chunk):
+        calls["measured"] += 1
+        return measure(chunk)
+
+    monkeypatch.setattr(Path, "__eq__", compared)
+    monkeypatch.setattr(_TextChunk, "__len__", measured)
+    source = FileSource([folder], SCHEMA, follow=True)
+    source._check_order(source.files, source.files)
+    with pytest.raises(DataError, match=r"000.csv was read and is gone"):
+        source._check_order(source.files[1:], source.files)
+    (batch,) = RawLoader(source, SCHEMA, batch_size=number, quarantine=NoBadRows(), prefetch=0)
+    assert batch.sparse.batch_size == number
+    assert 0 < calls["compared"] < 8 * number
+    assert 0 < calls["measured"] < 12 * number
 
 
 def test_a_file_that_would_be_skipped_is_an_error(tmp_path):
