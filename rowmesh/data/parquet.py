@@ -158,11 +158,19 @@ def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
     """
     check_columns(path, schema, types.names)
     for name in schema.target_columns + schema.dense:
-        kind = types.field(name).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not is_text(kind) and not _can_cast(kind, pa.float64()):
-            raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers")
+        _check_type(path, name, types, pa.float64(), "numbers")
+    if schema.time in schema.rule_columns:
+        _check_type(path, schema.time, types, pa.string(), "times")
+    if schema.score in schema.rule_columns:
+        _check_type(path, schema.score, types, pa.int64(), "whole numbers")
     return [_form(path, feature, types.field(feature.source).type) for feature in schema.categorical]
+
+
+def _check_type(path: Path, name: str, types: pa.Schema, goal: pa.DataType, what: str) -> None:
+    kind = types.field(name).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not is_text(kind) and not _can_cast(kind, goal):
+        raise DataError(f"{path}: column {name!r} of type {kind} holds no {what}")
 
 
 def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
@@ -174,6 +182,8 @@ def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
             "store its ids as integers, strings, or lists of them"
         )
     if feature.derive is not None:
+        if is_list(kind):
+            raise DataError(f"{path}: column {feature.source!r} of type {kind} holds no times")
         return False, "integers"
     name = None if pa.types.is_null(values) else "integers" if pa.types.is_integer(id_type(values)) else "text"
     if feature.separator is None:

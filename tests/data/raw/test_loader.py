@@ -480,6 +480,22 @@ def test_all_ids_of_a_row_have_its_score(tmp_path, file_format):
     assert all("not a score: a whole number of 64 bits" in row[2] for row in kept.rows)
 
 
+@pytest.mark.parametrize(("column", "holds"), [("when", "times"), ("worth", "whole numbers"), ("day", "times")])
+def test_times_and_scores_that_are_lists_are_refused(tmp_path, column, holds):
+    schema = Schema(
+        format="parquet",
+        label="y",
+        categorical=["u", Categorical(name="day", derive="weekday")],
+        time="when",
+        score="worth",
+    )
+    columns = {"y": [0, 1], "u": [1, 2], "when": [1, 2], "worth": [1, 2], "day": [24010100, 24010200]}
+    pq.write_table(pa.table({**columns, column: [[1], [2]]}), tmp_path / "0.parquet")
+    batches = RawLoader(FileSource([tmp_path], schema), schema, batch_size=2, quarantine=NoBadRows(), prefetch=0)
+    with pytest.raises(DataError, match=rf"0\.parquet: column '{column}' of type list.* holds no {holds}"):
+        list(batches)
+
+
 def test_a_batch_without_rows_has_no_time(tmp_path):
     (tmp_path / "rows.csv").write_text("click,user,when\n1,u,never\n")
     schema = Schema(label="click", categorical=["user"], time="when")
