@@ -46,6 +46,7 @@ class FileSource:
 
     Raises:
         ConfigurationError: there is no such file, one is given twice, or files are to be followed that are no folder.
+        DataError: nothing is followed, and the folder has no files to read; or one of them is a link to nothing.
     """
 
     def __init__(
@@ -66,14 +67,29 @@ class FileSource:
             raise ConfigurationError(f"{missing[0]} is no file; give files, or one folder")
         if twice := [path for path, count in Counter(self._files).items() if count > 1]:
             raise ConfigurationError(f"{twice[0]} is given twice; give each file once")
+        self._check_some(self.files)
         self._base = self._folder or Path(os.path.commonpath([path.absolute().parent for path in self._files]))
 
     @property
     def files(self) -> list[Path]:
-        """The files that are there now, in their order."""
+        """The files that are there now, in their order.
+
+        Raises:
+            DataError: one is a link to nothing.
+        """
         if self._folder is None:
             return self._files
-        return sorted(path for path in self._folder.iterdir() if path.is_file() and _is_data(path.name))
+        found = []
+        for path in self._folder.iterdir():
+            if not _is_data(path.name):
+                continue
+            if path.is_file():
+                found.append(path)
+            elif path.is_symlink() and not path.exists():
+                raise DataError(
+                    f"{path} is a link to {path.readlink()}, which is not there; put that back, or remove the link"
+                )
+        return sorted(found)
 
     @property
     def multi_hot(self) -> tuple[bool, ...]:
@@ -96,6 +112,7 @@ class FileSource:
         while True:
             is_last = not self.follow or (self._folder is not None and (self._folder / END_FILE).exists())
             files = self.files  # listed after the end was looked for, so that none before the end is missed
+            self._check_some(files)
             self._check_order(files, done)
             if files and not has_forms:
                 self._learn_forms(files[: max(len(done), 1)] if self.follow else files)
@@ -124,6 +141,13 @@ class FileSource:
     def _name(self, path: Path) -> str:
         """A file in positions: below the folder that all have in common, which may move."""
         return path.absolute().relative_to(self._base.absolute()).as_posix()
+
+    def _check_some(self, files: list[Path]) -> None:
+        if not files and not self.follow:
+            raise DataError(
+                f"{self._folder} has no files to read; names that begin with . or _, names of unfinished files "
+                f"({', '.join(_UNFINISHED)}) and folders in it are left out"
+            )
 
     def _check_order(self, files: list[Path], done: list[Path]) -> None:
         if files[: len(done)] == done:

@@ -326,6 +326,32 @@ def test_files_of_one_name_in_several_folders_are_told_apart(tmp_path):
         next(batches)
 
 
+def test_a_folder_without_files_to_read_is_refused(tmp_path):
+    (tmp_path / "day").mkdir()
+    (tmp_path / "0.csv.tmp").touch()
+    with pytest.raises(DataError, match=r"has no files to read; .* and folders in it are left out"):
+        FileSource([tmp_path], SCHEMA)
+    (tmp_path / "_END").touch()
+    assert list(FileSource([tmp_path], SCHEMA, follow=True).chunks(None)) == []
+    write_text(tmp_path / "0.csv", rows_of(0, 1))
+    source = FileSource([tmp_path], SCHEMA)
+    (tmp_path / "0.csv").unlink()
+    with pytest.raises(DataError, match="has no files to read"):
+        list(source.chunks(None))
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_link_to_nothing_is_refused(tmp_path, follow):
+    folder = folder_of(tmp_path, [3], "text")
+    (folder / "1.csv").symlink_to(folder / "000.csv")
+    (folder / "2").symlink_to(tmp_path)  # a folder
+    (folder / "3.csv.tmp").symlink_to("nothing")
+    assert len(FileSource([folder], SCHEMA, follow=follow).files) == 2
+    (folder / "4.csv").symlink_to("nothing")
+    with pytest.raises(DataError, match=r"4\.csv is a link to nothing, which is not there"):
+        FileSource([folder], SCHEMA, follow=follow)
+
+
 def test_what_cannot_work_is_named(tmp_path):
     folder = folder_of(tmp_path, [5], "text")
     standard = SCHEMA.model_copy(update={"dense_transform": "standardize"})
