@@ -6,11 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from rowmesh.data.parquet import PARQUET_ROWS, KnownForms, column_forms, read_forms, row_text, unreadable
 from rowmesh.data.quarantine import BadRows
@@ -31,9 +32,9 @@ class FileSource:
 
     With `follow`, files that appear in the folder later are read too, until there is one called `_END`. A file must
     appear whole, by a rename, and its name must come after those of all that were there: what comes before would be
-    skipped by a run that is further on, so that is an error. Names that begin with "." or "_", or end with .tmp, .part,
-    .partial or .crdownload, are not read. Without `follow` no file may appear in the folder meanwhile: each rank lists
-    it by itself.
+    skipped by a run that is further on, so that is an error, also where it appears while a run is stopped. Names that
+    begin with "." or "_", or end with .tmp, .part, .partial or .crdownload, are not read. Without `follow` no file may
+    appear in the folder meanwhile: each rank lists it by itself.
 
     Columns of Parquet files hold lists or single ids, integers or text, and all files in the same way. The first file
     says which; where its column is of type null, the next ones do, or, with `follow`, the column holds single ids.
@@ -102,13 +103,16 @@ class FileSource:
         done: list[Path] = []
         resumed = None if position is None else str(position["file"])
         if resumed is not None:
-            names = [self._name(path) for path in self.files]
+            there = self.files
+            names = [self._name(path) for path in there]
             if resumed not in names:
                 raise DataError(
                     f"the position is in {resumed}, row {position['row'] if position else 0:,}, and there is no such "
                     "file any more; put it back, or start without the position"
                 )
-            done = self.files[: names.index(resumed)]
+            done = there[: names.index(resumed)]
+            self._check_read_before(resumed, names[: len(done)], (position or {}).get("before"))
+        digest = xxhash.xxh3_64(b"".join(_digested(self._name(path)) for path in done))
         while True:
             is_last = not self.follow or (self._folder is not None and (self._folder / END_FILE).exists())
             files = self.files  # listed after the end was looked for, so that none before the end is missed
@@ -119,8 +123,9 @@ class FileSource:
                 has_forms = True
             for path in files[len(done) :]:
                 skip = int(position["row"]) if position is not None and self._name(path) == resumed else 0
-                yield from self._chunks_of(path, skip)
+                yield from self._chunks_of(_File(path, self._name(path), [len(done), digest.hexdigest()]), skip)
                 done.append(path)
+                digest.update(_digested(self._name(path)))
             if is_last:
                 return
             yield None
@@ -149,6 +154,18 @@ class FileSource:
                 f"({', '.join(_UNFINISHED)}) and folders in it are left out"
             )
 
+    def _check_read_before(self, resumed: str, names: Sequence[str], read: Sequence[Any] | None) -> None:
+        """Refuses a position before which other files were read than are there now; those of earlier versions pass."""
+        if read is None or list(read) == [len(names), xxhash.xxh3_64_hexdigest(b"".join(map(_digested, names)))]:
+            return
+        what = "appeared" if len(names) > int(read[0]) else "are gone or have other names"
+        raise DataError(
+            f"{self._base}: {len(names):,} files come before {resumed}, in which the position is, and {read[0]:,} were "
+            f"read before it: some {what} after {resumed} was begun. Files must appear in the order of their names, "
+            "and stay, or some runs would skip rows: give late files later names, put back what is gone, or start "
+            "without the position"
+        )
+
     def _check_order(self, files: list[Path], done: list[Path]) -> None:
         if files[: len(done)] == done:
             return
@@ -161,8 +178,7 @@ class FileSource:
         if gone := [path for path in done if path not in there]:
             raise DataError(f"{gone[0]} was read and is gone; files that are followed must stay until the run ends")
 
-    def _chunks_of(self, path: Path, skip: int) -> Iterator[Chunk]:
-        file = _File(path, self._name(path))
+    def _chunks_of(self, file: _File, skip: int) -> Iterator[Chunk]:
         is_text = self.schema.format == "text"
         chunks = _text_chunks(file, self.schema) if is_text else _table_chunks(file, self.schema, self._forms)
         row = 0
@@ -172,16 +188,21 @@ class FileSource:
                 yield chunk if row - len(chunk) >= skip else _Rest(chunk, skip - (row - len(chunk)))
         if row < skip:
             raise DataError(
-                f"{path} has {row:,} rows, and the position is after row {skip:,} of it: it is not the file that was "
-                "read; put that back, or start without the position"
+                f"{file.path} has {row:,} rows, and the position is after row {skip:,} of it: it is not the file that "
+                "was read; put that back, or start without the position"
             )
 
 
 class _File(NamedTuple):
-    """A file, and what positions name it."""
+    """A file, what positions name it, and how many files come before it, with a digest of their names."""
 
     path: Path
     name: str
+    before: list[int | str]
+
+    def position(self, row: int) -> Position:
+        """The place after so many rows."""
+        return {"file": self.name, "row": row, "before": self.before}
 
 
 class _Rest:
@@ -222,7 +243,7 @@ class _TextChunk:
 
     def position(self, rows: int) -> Position:
         """See `Chunk`."""
-        return {"file": self._file.name, "row": self._row + rows}
+        return self._file.position(self._row + rows)
 
 
 class _TableChunk:
@@ -242,7 +263,7 @@ class _TableChunk:
 
     def position(self, rows: int) -> Position:
         """See `Chunk`."""
-        return {"file": self._file.name, "row": self._row + rows}
+        return self._file.position(self._row + rows)
 
 
 def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
@@ -265,6 +286,10 @@ def _table_chunks(file: _File, schema: Schema, forms: KnownForms) -> Iterator[_T
                 row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
+
+
+def _digested(name: str) -> bytes:
+    return os.fsencode(name) + b"\0"
 
 
 def _is_data(name: str) -> bool:

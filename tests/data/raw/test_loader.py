@@ -258,6 +258,42 @@ def test_a_file_that_would_be_skipped_is_an_error(tmp_path):
         list(batches)
 
 
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_file_that_appeared_while_a_run_was_stopped_is_an_error(tmp_path, stop):
+    """Unless it comes after all that was read."""
+    for number, name in enumerate("abd"):
+        write_text(tmp_path / f"{name}.csv", rows_of(4 * number, 4))
+    first = loader(tmp_path, batch_size=4)
+    batches = iter(first)
+    for _ in range(stop):
+        next(batches)
+    state = json.loads(json.dumps(first.state_dict()))
+    batches.close()
+    for name in "ce":
+        write_text(tmp_path / f"{name}.csv", rows_of(0, 4))
+    (tmp_path / "_END").touch()
+
+    def resumed(state):
+        second = RawLoader(
+            FileSource([tmp_path], SCHEMA, follow=True), SCHEMA, batch_size=4, quarantine=NoBadRows(), prefetch=0
+        )
+        second.load_state_dict(state)
+        return len(list(second))
+
+    if stop < 3:
+        assert resumed(state) == 5 - stop
+        return
+    with pytest.raises(
+        DataError, match=r"3 files come before d.csv, .* and 2 were read before it: some appeared after"
+    ):
+        resumed(state)
+    (tmp_path / "b.csv").rename(tmp_path / "f.csv")  # as many as before
+    with pytest.raises(DataError, match=r"2 files come before d.csv, .* and 2 were read before it: some are gone or"):
+        resumed(state)
+    position = {name: value for name, value in state["position"].items() if name != "before"}
+    assert resumed({**state, "position": position}) == 2  # of an earlier version
+
+
 def test_a_thread_that_waits_ends_with_the_loader(tmp_path):
     folder = folder_of(tmp_path, [5], "text")
     source = FileSource([folder], SCHEMA, follow=True)
