@@ -200,7 +200,7 @@ def _known_text(known: KnownEntry, *, is_increment: bool) -> str:
 
 def _position(loader: dict[str, Any]) -> str:
     at = loader.get("position") or {}  # of raw rows
-    place = ", ".join(f"{name} {value}" for name, value in at.items())
+    place = ", ".join(f"{name} {value}" for name, value in at.items() if name != "before")
     return place or f"epoch {loader.get('epoch')}, batch {loader.get('batch')}"
 
 

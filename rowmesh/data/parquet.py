@@ -56,11 +56,64 @@ def multi_hot_columns(files: Sequence[Path], schema: Schema) -> tuple[bool, ...]
         DataError: a file cannot be read, a column is missing, its type cannot be used, or it holds lists
             (or integers) in one file and single ids (or text) in another.
     """
-    forms = {path: _read_forms(path, schema) for path in files}
-    return tuple(
-        _agreed(feature.source, [(path, forms[path][i]) for path in forms])
-        for i, feature in enumerate(schema.categorical)
-    )
+    known = KnownForms(schema)
+    for path in files:
+        known.add(path, read_forms(path, schema))
+    return known.multi_hot
+
+
+class KnownForms:
+    """The forms of categorical columns that files, which have to agree, have shown so far.
+
+    A column without a single value, which other programs write as of type null, agrees with all.
+
+    Args:
+        schema: which columns.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._features = schema.categorical
+        self._known: list[list[tuple[Path | str, bool | str] | None]] = [[None, None] for _ in self._features]
+
+    def add(self, place: Path | str, forms: Sequence[Form]) -> None:
+        """Takes in the forms that a file has, which is named in errors about later ones.
+
+        Raises:
+            DataError: they differ from those of a place before; names both and the column.
+        """
+        for feature, known, form in zip(self._features, self._known, forms, strict=True):
+            for part, value in enumerate(form):
+                if value is None:
+                    continue
+                before, expected = known[part] or (place, value)
+                if value != expected:
+                    raise DataError(
+                        f"{place}: column {feature.source!r} holds {_words(part, value)}, in {before} it holds "
+                        f"{_words(part, expected)}; store it in one way everywhere"
+                    )
+                known[part] = before, expected
+
+    def take_unknown_as_single(self, place: Path | str) -> None:
+        """Columns of which nothing says whether they hold lists hold single ids from now on."""
+        self.add(place, [(False if form[0] is None else None, None) for form in self.forms])
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """What is known of each feature."""
+        return tuple(
+            (None if is_list is None else bool(is_list[1]), None if kind is None else str(kind[1]))
+            for is_list, kind in self._known
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left that a file could add."""
+        return all(None not in known for known in self._known)
+
+    @property
+    def multi_hot(self) -> tuple[bool, ...]:
+        """By feature, whether its column holds lists; those of which that is not known hold single ids."""
+        return tuple(bool(is_list) for is_list, _ in self.forms)
 
 
 def id_type(kind: pa.DataType) -> pa.DataType:
@@ -89,7 +142,8 @@ def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _read_forms(path: Path, schema: Schema) -> list[Form]:
+def read_forms(path: Path, schema: Schema) -> list[Form]:
+    """As `column_forms`, of a file."""
     try:
         return column_forms(path, schema, pq.read_schema(path))
     except (pa.ArrowException, OSError) as error:
@@ -104,11 +158,19 @@ def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
     """
     check_columns(path, schema, types.names)
     for name in schema.target_columns + schema.dense:
-        kind = types.field(name).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not is_text(kind) and not _can_cast(kind, pa.float64()):
-            raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers")
+        _check_type(path, name, types, pa.float64(), "numbers")
+    if schema.time in schema.rule_columns:
+        _check_type(path, schema.time, types, pa.string(), "times")
+    if schema.score in schema.rule_columns:
+        _check_type(path, schema.score, types, pa.int64(), "whole numbers")
     return [_form(path, feature, types.field(feature.source).type) for feature in schema.categorical]
+
+
+def _check_type(path: Path, name: str, types: pa.Schema, goal: pa.DataType, what: str) -> None:
+    kind = types.field(name).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not is_text(kind) and not _can_cast(kind, goal):
+        raise DataError(f"{path}: column {name!r} of type {kind} holds no {what}")
 
 
 def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
@@ -120,6 +182,8 @@ def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
             "store its ids as integers, strings, or lists of them"
         )
     if feature.derive is not None:
+        if is_list(kind):
+            raise DataError(f"{path}: column {feature.source!r} of type {kind} holds no times")
         return False, "integers"
     name = None if pa.types.is_null(values) else "integers" if pa.types.is_integer(id_type(values)) else "text"
     if feature.separator is None:
@@ -138,23 +202,6 @@ def _can_cast(kind: pa.DataType, goal: pa.DataType) -> bool:
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
         return False
     return True
-
-
-def _agreed(column: str, forms: Sequence[tuple[Path, Form]]) -> bool:
-    """Whether a column holds lists, as all files say that say anything."""
-    known: list[tuple[Path, bool | str] | None] = [None, None]
-    for path, form in forms:
-        for part, value in enumerate(form):
-            first = known[part]
-            if value is None or (first is not None and first[1] == value):
-                continue
-            if first is not None:
-                raise DataError(
-                    f"{path}: column {column!r} holds {_words(part, value)}, in {first[0]} it holds "
-                    f"{_words(part, first[1])}; store it in one way everywhere"
-                )
-            known[part] = path, value
-    return known[0] is not None and bool(known[0][1])
 
 
 def _words(part: int, value: bool | str) -> str:

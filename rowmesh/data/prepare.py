@@ -140,7 +140,7 @@ def prepare(
 def multi_hot_features(files: Mapping[str, Sequence[Path]], schema: Schema) -> tuple[bool, ...]:
     """Which categorical features hold lists of ids."""
     if schema.format == "text":
-        return tuple(feature.separator is not None for feature in schema.categorical)
+        return schema.separated
     return multi_hot_columns([path for paths in files.values() for path in paths], schema)
 
 

@@ -266,6 +266,11 @@ class Schema(BaseModel):
         """Names of the categorical features."""
         return tuple(feature.name for feature in self.categorical)
 
+    @property
+    def separated(self) -> tuple[bool, ...]:
+        """By categorical feature, whether a separator stands between several ids."""
+        return tuple(feature.separator is not None for feature in self.categorical)
+
     @staticmethod
     def load(name_or_path: str | Path) -> Schema:
         """A built-in schema by name ("criteo", "avazu"), or one from a TOML file.

@@ -42,6 +42,7 @@ from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.publications import Publications
+from rowmesh.train.raw import forms_metadata, remember_forms
 from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
@@ -121,6 +122,7 @@ def run_training(
             _write(mesh, f"resume    after step {trainer.step:,}{of}")
         elif former is not None:
             job.embeddings.barrier()
+            remember_forms(data, former.manifest.metadata)
             trainer.begin_with(load_model(job, former.folder, verify, optimizer_state=True))
             _write(mesh, start_text(former))
         _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
@@ -169,6 +171,7 @@ def run_evaluation(
     check_importable(config.model, trained_from=run.started_in)
     manifest = checkpoint.read_manifest(run.model)
     data = open_data(config, verify=verify)
+    remember_forms(data, manifest.metadata)
     config, _ = task_of(config, data).choose_defaults()
     task = task_of(config, data)
     split = task.check_split("--split", split) if split else task.check_split("data.test", config.data.test)
@@ -219,6 +222,7 @@ def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> Run
             **_choice(trainer),
             "data": job.data.place,
             "fingerprint": meaning,
+            **forms_metadata(job.data),
         }
         run = save_model(job, claim, trainer.state_dict(), metadata)
     _write(job.mesh, f"model     {run.model}, {model_text(metadata)}")

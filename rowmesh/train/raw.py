@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rowmesh.data.raw import RawData
@@ -32,6 +32,29 @@ def open_raw(config: Config) -> RawData:
         hash_seed=section.hash_seed,
         follow=section.follow,
     )
+
+
+FORMS = "forms"
+"""Where the metadata of a model say what the columns of its Parquet files hold."""
+
+
+def forms_metadata(data: object) -> dict[str, Any]:
+    """What the metadata of a model say of the columns of its files: nothing, unless it was trained on raw Parquet."""
+    if not isinstance(data, RawData) or data.schema.format != "parquet":
+        return {}
+    return {FORMS: {name: list(form) for name, form in zip(data.features, data.forms.forms, strict=True)}}
+
+
+def remember_forms(data: object, metadata: Mapping[str, Any]) -> None:
+    """Raw data that are read hold in their columns what those of a model's training held.
+
+    Models of earlier versions do not say it.
+
+    Raises:
+        DataError: they are known to hold something else.
+    """
+    if isinstance(data, RawData) and (trained := metadata.get(FORMS)):
+        data.forms.add("the training", [tuple(trained.get(name, (None, None))) for name in data.features])
 
 
 def check_raw(values: dict[str, Any]) -> None:

@@ -78,7 +78,6 @@ class RawTask(LabelledTask[RawData]):
             rank=job.mesh.rank,
             world_size=job.mesh.world_size,
             seed=self.data.hash_seed,
-            multi_hot=self.data.multi_hot,
             agree=agree,
         )
 

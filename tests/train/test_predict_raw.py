@@ -1,6 +1,7 @@
 """Scores by runs on raw rows, and by runs with dynamic tables: those that an evaluation computes."""
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import rowmesh
 from rowmesh.errors import DataError, RowmeshError
-from rowmesh.train.commands import run_training
+from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.export import export
 from rowmesh.train.predict import predict
 from rowmesh.train.resolve import resolve
@@ -82,6 +83,36 @@ def test_what_is_derived_is_what_it_is_in_training(raw_run, tmp_path):
     done = predict(run, file, tmp_path / "scores.parquet")
     assert np.array_equal(pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy(), expected)
     assert done.unseen["hour"] == 0
+
+
+def test_lists_of_parquet_files_are_read_as_in_training(raw_run, tmp_path):
+    schema = tmp_path / "schema.toml"
+    schema.write_text('format = "parquet"\n' + schema.read_text())
+    for path in (*(tmp_path / "rows").iterdir(), tmp_path / "test" / "0.csv"):
+        table = pc.read_csv(path)
+        bags = [[int(item[1:])] * (number % 3) for number, item in enumerate(table["item"].to_pylist())]
+        pq.write_table(table.set_column(3, "item", pa.array(bags)), path)
+    run, file = raw_run()
+    expected = evaluated(run)
+    predict(run, file, tmp_path / "scores.parquet")
+    assert np.array_equal(pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy(), expected)
+    model, table = rowmesh.load_run(run), pq.read_table(file)
+    assert np.array_equal(model(table).numpy(), expected)
+    with pytest.raises(DataError, match="'item' holds single ids, and in training it held lists"):
+        model({"price": [0.5], "user": ["u1"], "item": [1]})
+    with pytest.raises(DataError, match="'item' holds text, and in training it held integers"):
+        model({"price": [0.5], "user": ["u1"], "item": [["1"]]})
+    pq.write_table(table.set_column(3, "item", pa.array([["1"]] * len(table))), file)
+    with pytest.raises(DataError, match=r"0.csv: column 'item' holds text, in the training it holds integers"):
+        run_evaluation(run, split=str(file))
+    with pytest.raises(DataError, match=r"0.csv: column 'item' holds text, in .*rows/0.csv it holds integers"):
+        raw_run(f"run.folder={tmp_path / 'other'}")
+    (tmp_path / "rows" / "0.csv").rename(tmp_path / "0.csv")
+    for path in (tmp_path / "rows").iterdir():
+        path.unlink()
+    file.rename(tmp_path / "rows" / "0.csv")
+    with pytest.raises(DataError, match=r"0.csv: column 'item' holds text, in the training it holds integers"):
+        raw_run(f"run.folder={tmp_path / 'more'}", f"train.start_from={run}", f"data.test={tmp_path / '0.csv'}")
 
 
 def test_raw_runs_say_what_they_have_not(raw_run, tmp_path):

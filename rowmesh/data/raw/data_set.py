@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -13,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from rowmesh.data.parquet import KnownForms
 from rowmesh.data.prepared import Split, Table
 from rowmesh.data.raw.files import FileSource
 from rowmesh.data.raw.source import Source
@@ -73,8 +75,14 @@ class RawData:
 
     @property
     def multi_hot(self) -> tuple[bool, ...]:
-        """By categorical feature, whether rows have lists: where the schema has a separator."""
-        return tuple(feature.separator is not None for feature in self.schema.categorical)
+        """By categorical feature, whether rows have lists: where the schema has a separator, or `forms` say so."""
+        known = self.forms.multi_hot
+        return tuple(has_separator or known[i] for i, has_separator in enumerate(self.schema.separated))
+
+    @cached_property
+    def forms(self) -> KnownForms:
+        """Of the columns of Parquet files: what those that sources have read show; they all have to agree."""
+        return KnownForms(self.schema)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -140,7 +148,7 @@ class RawData:
         """
         where, follow = location or self.location, self.follow and not location
         if not is_server(where):
-            return FileSource([where], self.schema, follow=follow)
+            return FileSource([where], self.schema, follow=follow, forms=self.forms)
         if not self.stream:
             raise ConfigurationError(f"data.stream: {self.place}: name the stream to read")
         return RedisStream(os.path.expandvars(where), self.stream, self.schema, follow=follow)

@@ -17,6 +17,7 @@ from rowmesh.data.encoder import Encoder
 from rowmesh.data.loader import Batch
 from rowmesh.data.raw.data_set import RawData
 from rowmesh.data.raw.ids import ids_of
+from rowmesh.errors import DataError
 from rowmesh.sparse import SparseBatch
 
 
@@ -28,10 +29,17 @@ def raw_encoder(data: RawData) -> Encoder:
     """
     is_text = data.schema.format == "text"
     as_read = {feature.name for feature in data.schema.categorical if feature.derive is None}
+    kinds = {name: kind for name, (_, kind) in zip(data.features, data.forms.forms, strict=True) if name in as_read}
 
     def encode(name: str, values: pa.Array) -> NDArray[np.int64]:
-        if is_text and name in as_read and pa.types.is_integer(values.type):
+        found = "integers" if pa.types.is_integer(values.type) else "text"
+        if is_text and name in as_read and found == "integers":
             values = values.cast(pa.string())
+        elif not pa.types.is_null(values.type) and kinds.get(name) not in (None, found):
+            raise DataError(
+                f"feature {name!r} holds {found}, and in training it held {kinds[name]}, which have other ids; give it "
+                "as in training"
+            )
         return ids_of(values, data.hash_seed)
 
     return Encoder(data, encode, pa.int64())
@@ -58,11 +66,16 @@ def sparse_of(
         columns: of each feature chunks of int64, or of lists of int64.
         num_samples: B.
         is_jagged: whether any feature has lists.
+
+    Raises:
+        DataError: one has lists where none should.
     """
     ids: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     lengths: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
-    for chunk in (chunk for chunks in columns for chunk in chunks):
+    for name, chunk in ((name, chunk) for name, chunks in zip(features, columns, strict=True) for chunk in chunks):
         if pa.types.is_nested(chunk.type):
+            if not is_jagged:
+                raise DataError(f"feature {name!r} has lists of ids, and no feature was said to have any")
             lengths.append(pc.list_value_length(chunk).to_numpy().astype(np.int64))
             ids.append(chunk.flatten().to_numpy())
         else:

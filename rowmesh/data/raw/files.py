@@ -6,13 +6,14 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
-from rowmesh.data.parquet import PARQUET_ROWS, column_forms, row_text, unreadable
+from rowmesh.data.parquet import PARQUET_ROWS, KnownForms, column_forms, read_forms, row_text, unreadable
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema
@@ -31,21 +32,29 @@ class FileSource:
 
     With `follow`, files that appear in the folder later are read too, until there is one called `_END`. A file must
     appear whole, by a rename, and its name must come after those of all that were there: what comes before would be
-    skipped by a run that is further on, so that is an error. Names that begin with "." or "_", or end with .tmp, .part,
-    .partial or .crdownload, are not read. Without `follow` no file may appear in the folder meanwhile: each rank lists
-    it by itself.
+    skipped by a run that is further on, so that is an error, also where it appears while a run is stopped. Names that
+    begin with "." or "_", or end with .tmp, .part, .partial or .crdownload, are not read. Without `follow` no file may
+    appear in the folder meanwhile: each rank lists it by itself.
+
+    Columns of Parquet files hold lists or single ids, integers or text, and all files in the same way. The first file
+    says which; where its column is of type null, the next ones do, or, with `follow`, the column holds single ids.
 
     Args:
         paths: files; or one folder.
         schema: how to read them.
         follow: whether to wait for more files.
+        forms: of the columns of Parquet files, as far as they are known from elsewhere; those of these files are added.
 
     Raises:
         ConfigurationError: there is no such file, one is given twice, or files are to be followed that are no folder.
+        DataError: nothing is followed, and the folder has no files to read; or one of them is a link to nothing.
     """
 
-    def __init__(self, paths: Sequence[str | Path], schema: Schema, *, follow: bool = False) -> None:
+    def __init__(
+        self, paths: Sequence[str | Path], schema: Schema, *, follow: bool = False, forms: KnownForms | None = None
+    ) -> None:
         self.schema, self.follow = schema, follow
+        self._forms = KnownForms(schema) if forms is None else forms
         self._files = [Path(path) for path in paths]
         self._folder = self._files[0] if len(self._files) == 1 and self._files[0].is_dir() else None
         if not self._files:
@@ -59,55 +68,119 @@ class FileSource:
             raise ConfigurationError(f"{missing[0]} is no file; give files, or one folder")
         if twice := [path for path, count in Counter(self._files).items() if count > 1]:
             raise ConfigurationError(f"{twice[0]} is given twice; give each file once")
+        self._check_some(self.files)
         self._base = self._folder or Path(os.path.commonpath([path.absolute().parent for path in self._files]))
 
     @property
     def files(self) -> list[Path]:
-        """The files that are there now, in their order."""
+        """The files that are there now, in their order.
+
+        Raises:
+            DataError: one is a link to nothing.
+        """
         if self._folder is None:
             return self._files
-        return sorted(path for path in self._folder.iterdir() if path.is_file() and _is_data(path.name))
+        found = []
+        for path in self._folder.iterdir():
+            if not _is_data(path.name):
+                continue
+            if path.is_file():
+                found.append(path)
+            elif path.is_symlink() and not path.exists():
+                raise DataError(
+                    f"{path} is a link to {path.readlink()}, which is not there; put that back, or remove the link"
+                )
+        return sorted(found)
+
+    @property
+    def multi_hot(self) -> tuple[bool, ...]:
+        """By categorical feature, whether rows have lists; of Parquet files known with the first chunk."""
+        return self.schema.separated if self.schema.format == "text" else self._forms.multi_hot
 
     def chunks(self, position: Position | None) -> Iterator[Chunk | None]:
         """Chunks of rows; see `Source.chunks`."""
+        has_forms = self.schema.format == "text"
         done: list[Path] = []
         resumed = None if position is None else str(position["file"])
         if resumed is not None:
-            names = [self._name(path) for path in self.files]
+            there = self.files
+            names = [self._name(path) for path in there]
             if resumed not in names:
                 raise DataError(
                     f"the position is in {resumed}, row {position['row'] if position else 0:,}, and there is no such "
                     "file any more; put it back, or start without the position"
                 )
-            done = self.files[: names.index(resumed)]
+            done = there[: names.index(resumed)]
+            self._check_read_before(resumed, names[: len(done)], (position or {}).get("before"))
+        digest = xxhash.xxh3_64(b"".join(_digested(self._name(path)) for path in done))
         while True:
             is_last = not self.follow or (self._folder is not None and (self._folder / END_FILE).exists())
             files = self.files  # listed after the end was looked for, so that none before the end is missed
+            self._check_some(files)
             self._check_order(files, done)
+            if files and not has_forms:
+                self._learn_forms(files[: max(len(done), 1)] if self.follow else files)
+                has_forms = True
             for path in files[len(done) :]:
                 skip = int(position["row"]) if position is not None and self._name(path) == resumed else 0
-                yield from self._chunks_of(path, skip)
+                yield from self._chunks_of(_File(path, self._name(path), [len(done), digest.hexdigest()]), skip)
                 done.append(path)
+                digest.update(_digested(self._name(path)))
             if is_last:
                 return
             yield None
+
+    def _learn_forms(self, files: Sequence[Path]) -> None:
+        """Reads what the columns of files hold, before any row, until that is known of all columns.
+
+        Of files that are followed, what ranks see at the start may differ, but for the first and those that were read
+        before: the first alone says which columns hold lists.
+        """
+        for path in files:
+            if self._forms.is_complete:
+                return
+            self._forms.add(path, read_forms(path, self.schema))
+            if self.follow:
+                self._forms.take_unknown_as_single(path)
 
     def _name(self, path: Path) -> str:
         """A file in positions: below the folder that all have in common, which may move."""
         return path.absolute().relative_to(self._base.absolute()).as_posix()
 
-    def _check_order(self, files: Sequence[Path], done: Sequence[Path]) -> None:
-        if late := [path for path in files[: len(done)] if path not in done]:
+    def _check_some(self, files: list[Path]) -> None:
+        if not files and not self.follow:
+            raise DataError(
+                f"{self._folder} has no files to read; names that begin with . or _, names of unfinished files "
+                f"({', '.join(_UNFINISHED)}) and folders in it are left out"
+            )
+
+    def _check_read_before(self, resumed: str, names: Sequence[str], read: Sequence[Any] | None) -> None:
+        """Refuses a position before which other files were read than are there now; those of earlier versions pass."""
+        if read is None or list(read) == [len(names), xxhash.xxh3_64_hexdigest(b"".join(map(_digested, names)))]:
+            return
+        what = "appeared" if len(names) > int(read[0]) else "are gone or have other names"
+        raise DataError(
+            f"{self._base}: {len(names):,} files come before {resumed}, in which the position is, and {read[0]:,} were "
+            f"read before it: some {what} after {resumed} was begun. Files must appear in the order of their names, "
+            "and stay, or some runs would skip rows: give late files later names, put back what is gone, or start "
+            "without the position"
+        )
+
+    def _check_order(self, files: list[Path], done: list[Path]) -> None:
+        if files[: len(done)] == done:
+            return
+        known, there = set(done), set(files)
+        if late := [path for path in files[: len(done)] if path not in known]:
             raise DataError(
                 f"{late[0]} appeared after {done[-1].name} was read, and its name comes before; files must appear in "
                 "the order of their names, or some runs would skip them: give it a later name"
             )
-        if gone := [path for path in done if path not in files]:
+        if gone := [path for path in done if path not in there]:
             raise DataError(f"{gone[0]} was read and is gone; files that are followed must stay until the run ends")
 
-    def _chunks_of(self, path: Path, skip: int) -> Iterator[Chunk]:
-        chunks_of = _text_chunks if self.schema.format == "text" else _table_chunks
-        chunks = chunks_of(_File(path, self._name(path)), self.schema)
+    def _chunks_of(self, file: _File, skip: int) -> Iterator[Chunk]:
+        is_text = self.schema.format == "text"
+        chunks = _text_chunks(file, self.schema) if is_text else _table_chunks(file, self.schema, self._forms)
         row = 0
         for chunk in chunks:
             row += len(chunk)
@@ -115,16 +188,21 @@ class FileSource:
                 yield chunk if row - len(chunk) >= skip else _Rest(chunk, skip - (row - len(chunk)))
         if row < skip:
             raise DataError(
-                f"{path} has {row:,} rows, and the position is after row {skip:,} of it: it is not the file that was "
-                "read; put that back, or start without the position"
+                f"{file.path} has {row:,} rows, and the position is after row {skip:,} of it: it is not the file that "
+                "was read; put that back, or start without the position"
             )
 
 
 class _File(NamedTuple):
-    """A file, and what positions name it."""
+    """A file, what positions name it, and how many files come before it, with a digest of their names."""
 
     path: Path
     name: str
+    before: list[int | str]
+
+    def position(self, row: int) -> Position:
+        """The place after so many rows."""
+        return {"file": self.name, "row": row, "before": self.before}
 
 
 class _Rest:
@@ -165,7 +243,7 @@ class _TextChunk:
 
     def position(self, rows: int) -> Position:
         """See `Chunk`."""
-        return {"file": self._file.name, "row": self._row + rows}
+        return self._file.position(self._row + rows)
 
 
 class _TableChunk:
@@ -185,7 +263,7 @@ class _TableChunk:
 
     def position(self, rows: int) -> Position:
         """See `Chunk`."""
-        return {"file": self._file.name, "row": self._row + rows}
+        return self._file.position(self._row + rows)
 
 
 def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
@@ -197,17 +275,21 @@ def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
         row += len(chunk)
 
 
-def _table_chunks(file: _File, schema: Schema) -> Iterator[_TableChunk]:
+def _table_chunks(file: _File, schema: Schema, forms: KnownForms) -> Iterator[_TableChunk]:
     path, row = file.path, 0
     try:
         with pq.ParquetFile(path, memory_map=True) as opened:
-            column_forms(path, schema, opened.schema_arrow)
+            forms.add(path, column_forms(path, schema, opened.schema_arrow))
             for batch in opened.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
                 if batch.num_rows:
                     yield _TableChunk(file, pa.Table.from_batches([batch]), row)
                 row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
+
+
+def _digested(name: str) -> bytes:
+    return os.fsencode(name) + b"\0"
 
 
 def _is_data(name: str) -> bool:

@@ -61,7 +61,7 @@ class RawLoader:
         rank: which part of each batch to yield.
         world_size: into how many parts each batch is cut.
         seed: of the hash of text.
-        multi_hot: by categorical feature: whether rows have lists of ids; default: those with a separator.
+        multi_hot: by categorical feature: whether rows have lists of ids; default: as the source has them.
         quarantine: where rows go that cannot be used.
         prefetch: how many batches a thread makes ahead; 0 for none.
         agree: of several ranks that follow a source: called with whether this rank has a batch now, by the thread that
@@ -94,12 +94,12 @@ class RawLoader:
             )
         self.schema, self.batch_size, self.rank, self.world_size = schema, batch_size, rank, world_size
         self.seed, self.prefetch, self.waited_s = seed, prefetch, 0.0
-        self.multi_hot = tuple(multi_hot or (feature.separator is not None for feature in schema.categorical))
-        if len(self.multi_hot) != len(schema.categorical):
+        if multi_hot is not None and len(multi_hot) != len(schema.categorical):
             raise ConfigurationError(
                 f"multi_hot must say of each of the {len(schema.categorical)} categorical features whether it has "
-                f"lists, got {len(self.multi_hot)} values"
+                f"lists, got {len(multi_hot)} values"
             )
+        self._multi_hot = multi_hot
         self._source, self.quarantine, self._agree = source, quarantine, agree or _alone
         self._position: Position | None = None
         self.batches = 0
@@ -118,6 +118,11 @@ class RawLoader:
                 yield item.batch
         finally:
             made.close()
+
+    @property
+    def multi_hot(self) -> tuple[bool, ...]:
+        """By categorical feature, whether rows have lists of ids; of Parquet files known with the first batch."""
+        return self._source.multi_hot if self._multi_hot is None else tuple(self._multi_hot)
 
     @property
     def num_batches(self) -> None:
@@ -166,18 +171,21 @@ class RawLoader:
 
     def _make(self, position: Position | None) -> Iterator[Made | None]:
         """Every global batch's part of this rank; None while a source has no rows yet."""
-        held: list[tuple[Chunk, int]] = []  # chunks, and how many of their rows are used up
+        held: deque[tuple[Chunk, int]] = deque()  # chunks, and how many of their rows are used up
+        rows = 0  # that they have left
         for chunk in self._source.chunks(position):
             if chunk is None:
                 yield None
                 continue
             held.append((chunk, 0))
-            while sum(len(each) - first for each, first in held) >= self.batch_size:
+            rows += len(chunk)
+            while rows >= self.batch_size:
+                rows -= self.batch_size
                 yield self._cut(held, self.batch_size)
-        if rest := sum(len(each) - first for each, first in held):
-            yield self._cut(held, rest)
+        if rows:
+            yield self._cut(held, rows)
 
-    def _cut(self, held: list[tuple[Chunk, int]], size: int) -> Made:
+    def _cut(self, held: deque[tuple[Chunk, int]], size: int) -> Made:
         """Takes a batch off the chunks, of which those that are used up go."""
         low, high = size * self.rank // self.world_size, size * (self.rank + 1) // self.world_size
         blocks: list[Block] = []
@@ -192,7 +200,7 @@ class RawLoader:
             position = chunk.position(first + count)
             done += count
             if first + count == len(chunk):
-                held.pop(0)
+                held.popleft()
             else:
                 held[0] = chunk, first + count
         assert position is not None
@@ -216,15 +224,15 @@ class RawLoader:
         return Batch(torch.from_numpy(dense), sparse, targets, weights)
 
     def _sparse(self, blocks: Sequence[Block], count: int) -> SparseBatch:
-        columns = []
-        for number, is_list in enumerate(self.multi_hot):
+        columns, multi_hot = [], self.multi_hot
+        for number, is_list in enumerate(multi_hot):
             of_blocks = [block.categorical[number] for block in blocks]
             if is_list:
                 of_blocks = [
                     pa.nulls(len(c), pa.list_(pa.null())) if pa.types.is_null(c.type) else c for c in of_blocks
                 ]
             columns.append([map_ids(column, lambda values: ids_of(values, self.seed)) for column in of_blocks])
-        return sparse_of(self.schema.features, columns, count, is_jagged=any(self.multi_hot))
+        return sparse_of(self.schema.features, columns, count, is_jagged=any(multi_hot))
 
 
 def _look(made: Iterator[Made | None]) -> tuple[Made | None, Readiness]:

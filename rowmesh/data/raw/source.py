@@ -40,6 +40,11 @@ class Source(Protocol):
     What is read once must be there again, at the same place: a run that is resumed, and every rank, reads it again.
     """
 
+    @property
+    def multi_hot(self) -> tuple[bool, ...]:
+        """By categorical feature, whether rows have lists of ids; known with the first chunk, on every rank alike."""
+        ...
+
     def chunks(self, position: Position | None) -> Iterator[Chunk | None]:
         """Chunks from a place on, or from the start; None while there are no more rows yet.
 

@@ -51,6 +51,11 @@ class RedisStream:
             raise ConfigurationError(f"the URL of stream {key!r} cannot be used: {error}") from error
         self.key, self.schema, self.follow = key, schema, follow
 
+    @property
+    def multi_hot(self) -> tuple[bool, ...]:
+        """By categorical feature, whether rows have lists: where the schema has a separator."""
+        return self.schema.separated
+
     def chunks(self, position: Position | None) -> Iterator[Chunk | None]:
         """Chunks of entries; see `Source.chunks`."""
         last, row = (_START, 0) if position is None else (str(position["entry"]), int(position["row"]))

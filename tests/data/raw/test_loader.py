@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.raw import FileSource, RawLoader, ids_of
+from rowmesh.data.raw.encoder import sparse_of
+from rowmesh.data.raw.files import _TextChunk
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.errors import ConfigurationError, DataError
 
@@ -97,7 +100,7 @@ def joined(batches):
 
 def loader(folder, kind="text", **options):
     schema = SCHEMA if kind == "text" else PARQUET
-    options = {"batch_size": 6, "quarantine": NoBadRows(), "multi_hot": (False, True), "prefetch": 0, **options}
+    options = {"batch_size": 6, "quarantine": NoBadRows(), "prefetch": 0, **options}
     return RawLoader(FileSource([folder], schema), schema, **options)
 
 
@@ -214,6 +217,35 @@ def test_files_that_appear_later_are_read_until_the_end(tmp_path):
     assert len(looks) == 3
 
 
+def test_work_is_linear_in_the_number_of_files(tmp_path, monkeypatch):
+    """Both of a look at a followed folder and of a batch of many small files."""
+    folder, calls, number = tmp_path / "many", {"compared": 0, "measured": 0}, 300
+    folder.mkdir()
+    for each in range(number):
+        write_text(folder / f"{each:03}.csv", rows_of(each, 1))
+    (folder / "_END").touch()
+    compare, measure = Path.__eq__, _TextChunk.__len__
+
+    def compared(path, other):
+        calls["compared"] += 1
+        return compare(path, other)
+
+    def measured(chunk):
+        calls["measured"] += 1
+        return measure(chunk)
+
+    monkeypatch.setattr(Path, "__eq__", compared)
+    monkeypatch.setattr(_TextChunk, "__len__", measured)
+    source = FileSource([folder], SCHEMA, follow=True)
+    source._check_order(source.files, source.files)
+    with pytest.raises(DataError, match=r"000.csv was read and is gone"):
+        source._check_order(source.files[1:], source.files)
+    (batch,) = RawLoader(source, SCHEMA, batch_size=number, quarantine=NoBadRows(), prefetch=0)
+    assert batch.sparse.batch_size == number
+    assert 0 < calls["compared"] < 8 * number
+    assert 0 < calls["measured"] < 12 * number
+
+
 def test_a_file_that_would_be_skipped_is_an_error(tmp_path):
     folder = folder_of(tmp_path, [5, 3], "text")
 
@@ -224,6 +256,42 @@ def test_a_file_that_would_be_skipped_is_an_error(tmp_path):
     batches = RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), agree=waiting_by(wait), prefetch=0)
     with pytest.raises(DataError, match=r"0005.csv appeared after 001.csv was read, and its name comes before"):
         list(batches)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_file_that_appeared_while_a_run_was_stopped_is_an_error(tmp_path, stop):
+    """Unless it comes after all that was read."""
+    for number, name in enumerate("abd"):
+        write_text(tmp_path / f"{name}.csv", rows_of(4 * number, 4))
+    first = loader(tmp_path, batch_size=4)
+    batches = iter(first)
+    for _ in range(stop):
+        next(batches)
+    state = json.loads(json.dumps(first.state_dict()))
+    batches.close()
+    for name in "ce":
+        write_text(tmp_path / f"{name}.csv", rows_of(0, 4))
+    (tmp_path / "_END").touch()
+
+    def resumed(state):
+        second = RawLoader(
+            FileSource([tmp_path], SCHEMA, follow=True), SCHEMA, batch_size=4, quarantine=NoBadRows(), prefetch=0
+        )
+        second.load_state_dict(state)
+        return len(list(second))
+
+    if stop < 3:
+        assert resumed(state) == 5 - stop
+        return
+    with pytest.raises(
+        DataError, match=r"3 files come before d.csv, .* and 2 were read before it: some appeared after"
+    ):
+        resumed(state)
+    (tmp_path / "b.csv").rename(tmp_path / "f.csv")  # as many as before
+    with pytest.raises(DataError, match=r"2 files come before d.csv, .* and 2 were read before it: some are gone or"):
+        resumed(state)
+    position = {name: value for name, value in state["position"].items() if name != "before"}
+    assert resumed({**state, "position": position}) == 2  # of an earlier version
 
 
 def test_a_thread_that_waits_ends_with_the_loader(tmp_path):
@@ -294,6 +362,32 @@ def test_files_of_one_name_in_several_folders_are_told_apart(tmp_path):
         next(batches)
 
 
+def test_a_folder_without_files_to_read_is_refused(tmp_path):
+    (tmp_path / "day").mkdir()
+    (tmp_path / "0.csv.tmp").touch()
+    with pytest.raises(DataError, match=r"has no files to read; .* and folders in it are left out"):
+        FileSource([tmp_path], SCHEMA)
+    (tmp_path / "_END").touch()
+    assert list(FileSource([tmp_path], SCHEMA, follow=True).chunks(None)) == []
+    write_text(tmp_path / "0.csv", rows_of(0, 1))
+    source = FileSource([tmp_path], SCHEMA)
+    (tmp_path / "0.csv").unlink()
+    with pytest.raises(DataError, match="has no files to read"):
+        list(source.chunks(None))
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_link_to_nothing_is_refused(tmp_path, follow):
+    folder = folder_of(tmp_path, [3], "text")
+    (folder / "1.csv").symlink_to(folder / "000.csv")
+    (folder / "2").symlink_to(tmp_path)  # a folder
+    (folder / "3.csv.tmp").symlink_to("nothing")
+    assert len(FileSource([folder], SCHEMA, follow=follow).files) == 2
+    (folder / "4.csv").symlink_to("nothing")
+    with pytest.raises(DataError, match=r"4\.csv is a link to nothing, which is not there"):
+        FileSource([folder], SCHEMA, follow=follow)
+
+
 def test_what_cannot_work_is_named(tmp_path):
     folder = folder_of(tmp_path, [5], "text")
     standard = SCHEMA.model_copy(update={"dense_transform": "standardize"})
@@ -320,6 +414,89 @@ def test_an_empty_part_has_the_shapes_of_others(tmp_path):
     assert batch.sparse.batch_size == 0
     assert batch.labels.dtype == torch.float32
     assert np.array_equal(batch.sparse.jagged_offsets, [0])
+
+
+IDS = Schema(format="parquet", label="y", dense_transform="none", categorical=["u", "v"])
+SINGLE, TEXTS, LISTS, NULLS = pa.array([1, 2]), pa.array(["1", "2"]), pa.array([[1, 2, 3], []]), pa.nulls(2)
+EMPTY = pa.array([[], None], pa.list_(pa.null()))
+
+
+def files_of(folder, *columns):
+    """Files 0.parquet, … with a column `u` each, of two rows."""
+    for number, column in enumerate(columns):
+        pq.write_table(pa.table({"y": [0, 1], "u": column, "v": pa.array([[4], []])}), folder / f"{number}.parquet")
+    return folder
+
+
+def bags_of(folder, state=None, **options):
+    """The ids of `u`, by row."""
+    batches = RawLoader(FileSource([folder], IDS, **options), IDS, batch_size=2, quarantine=NoBadRows(), prefetch=0)
+    if state is not None:
+        batches.load_state_dict(state)
+    bags = []
+    for batch in batches:
+        ids, offsets = batch.sparse.ids.tolist(), batch.sparse.jagged_offsets.tolist()
+        bags += [ids[offsets[i] : offsets[i + 1]] for i in range(2)]
+    return bags, batches.state_dict()
+
+
+def test_columns_of_lists_are_multi_hot(tmp_path):
+    source = FileSource([files_of(tmp_path, LISTS)], IDS)
+    (batch,) = RawLoader(source, IDS, batch_size=2, quarantine=NoBadRows(), prefetch=0)
+    assert batch.sparse.ids.tolist() == [1, 2, 3, 4]
+    assert batch.sparse.jagged_offsets.tolist() == [0, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("columns", "bags"),
+    [
+        ([SINGLE, NULLS], [[1], [2], None, None]),
+        ([LISTS, EMPTY, NULLS], [[1, 2, 3], [], [], [], [], []]),
+        ([NULLS, LISTS], [[], [], [1, 2, 3], []]),
+    ],
+    ids=["single ids", "lists", "lists that come later"],
+)
+def test_a_file_without_a_value_goes_with_all(tmp_path, columns, bags):
+    missing = ids_of(pa.nulls(1)).tolist()
+    bags = [missing if bag is None else bag for bag in bags]
+    found, state = bags_of(files_of(tmp_path, *columns[:1]))
+    assert bags_of(files_of(tmp_path, *columns))[0] == bags
+    if columns[0] is not NULLS:
+        assert found == bags[:2]
+        assert bags_of(tmp_path, state)[0] == bags[2:]  # the first file says it, also where it was read before
+
+
+@pytest.mark.parametrize(
+    ("columns", "found", "before"),
+    [
+        ([SINGLE, LISTS], "lists", "0.parquet it holds single ids"),
+        ([LISTS, NULLS, SINGLE], "single ids", "0.parquet it holds lists"),
+        ([SINGLE, TEXTS], "text", "0.parquet it holds integers"),
+        ([NULLS, TEXTS, SINGLE], "integers", "1.parquet it holds text"),
+    ],
+)
+@pytest.mark.parametrize("resumes", [False, True])
+def test_files_whose_columns_have_another_form_are_refused(tmp_path, columns, found, before, resumes):
+    state = bags_of(files_of(tmp_path, *columns[:-1]))[1] if resumes else None
+    files_of(tmp_path, *columns)
+    last = len(columns) - 1
+    with pytest.raises(DataError, match=rf"{last}\.parquet: column 'u' holds {found}, in .*{before}"):
+        bags_of(tmp_path, state)
+
+
+def test_the_first_file_of_a_followed_folder_says_which_columns_hold_lists(tmp_path):
+    (tmp_path / "_END").touch()
+    with pytest.raises(DataError, match=r"1\.parquet: column 'u' holds lists, in .*0.parquet it holds single ids"):
+        bags_of(files_of(tmp_path, NULLS, LISTS), follow=True)
+    state = bags_of(files_of(tmp_path, NULLS, SINGLE), follow=True)[1]
+    files_of(tmp_path, NULLS, SINGLE, TEXTS)
+    with pytest.raises(DataError, match=r"2\.parquet: column 'u' holds text, in .*1.parquet it holds integers"):
+        bags_of(tmp_path, state, follow=True)
+
+
+def test_lists_among_single_ids_are_refused():
+    with pytest.raises(DataError, match="feature 'u' has lists of ids"):
+        sparse_of(["u"], [[LISTS]], 2, is_jagged=False)
 
 
 TIMES = {
@@ -358,11 +535,27 @@ def test_all_ids_of_a_row_have_its_score(tmp_path, file_format):
     features = ["user", Categorical(name="tag", separator="|" if file_format == "text" else None)]
     schema = Schema(format=file_format, label="click", categorical=features, score="worth")
     kept = Kept()
-    (batch,) = RawLoader(FileSource([path], schema), schema, batch_size=9, multi_hot=[False, True], quarantine=kept)
+    (batch,) = RawLoader(FileSource([path], schema), schema, batch_size=9, quarantine=kept)
     assert batch.sparse.scores is not None
     assert batch.sparse.scores.tolist() == [*scores[:3], scores[0], scores[0], scores[2]]
     assert [row[1] for row in kept.rows] == bad
     assert all("not a score: a whole number of 64 bits" in row[2] for row in kept.rows)
+
+
+@pytest.mark.parametrize(("column", "holds"), [("when", "times"), ("worth", "whole numbers"), ("day", "times")])
+def test_times_and_scores_that_are_lists_are_refused(tmp_path, column, holds):
+    schema = Schema(
+        format="parquet",
+        label="y",
+        categorical=["u", Categorical(name="day", derive="weekday")],
+        time="when",
+        score="worth",
+    )
+    columns = {"y": [0, 1], "u": [1, 2], "when": [1, 2], "worth": [1, 2], "day": [24010100, 24010200]}
+    pq.write_table(pa.table({**columns, column: [[1], [2]]}), tmp_path / "0.parquet")
+    batches = RawLoader(FileSource([tmp_path], schema), schema, batch_size=2, quarantine=NoBadRows(), prefetch=0)
+    with pytest.raises(DataError, match=rf"0\.parquet: column '{column}' of type list.* holds no {holds}"):
+        list(batches)
 
 
 def test_a_batch_without_rows_has_no_time(tmp_path):
