@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rowmesh.data.scalars import shown
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.data.source import RawTable, check_columns
 from rowmesh.errors import DataError
@@ -27,7 +29,7 @@ def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
         DataError: the file is not Parquet, lacks a column, or holds a type that cannot be used.
     """
     try:
-        with pq.ParquetFile(path, memory_map=True) as file:
+        with _mapped(path) as source, pq.ParquetFile(source) as file:
             column_forms(path, schema, file.schema_arrow)
             position = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
@@ -42,7 +44,8 @@ def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
 def num_rows(path: Path) -> int:
     """How many rows a file has."""
     try:
-        return pq.read_metadata(path).num_rows
+        with _mapped(path) as source:
+            return pq.read_metadata(source).num_rows
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
 
@@ -91,7 +94,8 @@ def is_list(kind: pa.DataType) -> bool:
 
 def _read_forms(path: Path, schema: Schema) -> list[Form]:
     try:
-        return column_forms(path, schema, pq.read_schema(path))
+        with _mapped(path) as source:
+            return column_forms(path, schema, pq.read_schema(source))
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
 
@@ -164,7 +168,12 @@ def _words(part: int, value: bool | str) -> str:
 
 
 def row_text(table: pa.Table) -> Callable[[int], str]:
-    return lambda row: json.dumps(table.slice(row, 1).to_pylist()[0], default=str)
+    names = table.column_names
+    return lambda row: json.dumps({name: shown(table.column(name)[row]) for name in names}, default=str)
+
+
+def _mapped(path: Path) -> pa.MemoryMappedFile:
+    return pa.memory_map(os.fsencode(path))  # Arrow takes no path whose name is not UTF-8, but takes its bytes
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

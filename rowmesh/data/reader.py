@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
 from rowmesh.data.quarantine import BadRows
+from rowmesh.data.scalars import shown
 from rowmesh.data.schema import UNIX_TIME, Categorical, Label, Schema
 from rowmesh.data.source import RawTable
 from rowmesh.data.text import read_text
@@ -93,9 +94,7 @@ class _Faults:
 
     def add(self, rows: NDArray[np.integer] | list[int], column: str, values: pa.Array, what: str) -> None:
         for row in rows:
-            value = values[int(row)].as_py()
-            shown = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
-            self.reasons.setdefault(int(row), f"{column} is {shown!r}, {what}")
+            self.reasons.setdefault(int(row), f"{column} is {shown(values[int(row)])!r}, {what}")
 
 
 def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -> Block:

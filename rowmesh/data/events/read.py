@@ -18,6 +18,7 @@ from rowmesh.data.events.schema import EventSchema
 from rowmesh.data.progress import Progress
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.reader import read_blocks, total_size
+from rowmesh.data.scalars import shown
 from rowmesh.data.vocabulary import Vocabulary
 
 EVENT = np.dtype([("user", np.int32), ("item", np.int32), ("time", np.int64)])
@@ -83,7 +84,7 @@ def read_events(
                     good &= is_number
                     counts = values >= schema.positive.minimum
                 for row in np.flatnonzero(~good).tolist():
-                    text = f"{users[row]}, {items[row]}, {columns[schema.time][row]}"
+                    text = ", ".join(str(shown(values[row])) for values in (users, items, columns[schema.time]))
                     quarantine.add(source, int(block.lines[row]), _reason(schema), text)
                 kept = np.flatnonzero(good & counts)
                 coded = np.empty(len(kept), events.dtype)
