@@ -108,11 +108,36 @@ def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
     """
     check_columns(path, schema, types.names)
     for name in schema.target_columns + schema.dense:
-        kind = types.field(name).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not is_text(kind) and not _can_cast(kind, pa.float64()):
-            raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers")
+        check_numbers(path, name, types)
+    if schema.time in schema.rule_columns:
+        check_times(path, schema.time, types)
+    if schema.score in schema.rule_columns:
+        check_numbers(path, schema.score, types)
+    for feature in schema.categorical:
+        if feature.derive is not None:
+            check_times(path, feature.source, types)
     return [_form(path, feature, types.field(feature.source).type) for feature in schema.categorical]
+
+
+def check_numbers(path: Path, name: str, types: pa.Schema) -> None:
+    """Raises DataError where a column can hold no numbers."""
+    kind = _value_type(types.field(name).type)
+    if not is_text(kind) and not _can_cast(kind, pa.float64()):
+        raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers")
+
+
+def check_times(path: Path, name: str, types: pa.Schema) -> None:
+    """Raises DataError where a column can hold no times."""
+    kind = _value_type(types.field(name).type)
+    tests = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+    if not is_text(kind) and not pa.types.is_null(kind) and not any(test(kind) for test in tests):
+        raise DataError(
+            f"{path}: column {name!r} of type {kind} holds no times; store it as timestamps, dates, numbers or text"
+        )
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:

@@ -9,8 +9,7 @@ no finite number, a time that does not parse) goes to the quarantine; nothing is
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,9 +21,10 @@ from numpy.typing import NDArray
 from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.scalars import shown
-from rowmesh.data.schema import UNIX_TIME, Categorical, Label, Schema
+from rowmesh.data.schema import Categorical, Label, Schema
 from rowmesh.data.source import RawTable
 from rowmesh.data.text import read_text
+from rowmesh.data.times import HOUR, SECONDS, WEEKDAY, of_times
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _ids(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
 
 def _times(column: pa.Array, schema: Schema, faults: _Faults) -> NDArray[np.int64]:
     """Seconds since 1970."""
-    found = _of_times(column, schema.time_format, lambda time: int(time.timestamp()))
+    found = of_times(column, schema.time_format, SECONDS)
     bad = np.flatnonzero(pc.is_null(found).to_numpy(zero_copy_only=False))
     faults.add(bad, str(schema.time), column, f"not a time like {schema.time_format}")
     return found.fill_null(0).to_numpy()
@@ -247,27 +247,7 @@ def _scores(column: pa.Array, name: str | None, faults: _Faults) -> NDArray[np.i
 
 def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
     """Ids from times."""
-    is_hour = feature.derive == "hour_of_day"
-    ids = _of_times(column, feature.time_format, lambda time: time.hour if is_hour else time.weekday())
+    ids = of_times(column, feature.time_format, HOUR if feature.derive == "hour_of_day" else WEEKDAY)
     bad = np.flatnonzero(pc.is_null(ids).to_numpy(zero_copy_only=False) & ~_missing(column))
     faults.add(bad, feature.source, column, f"not a time like {feature.time_format}")
     return ids
-
-
-def _of_times(column: pa.Array, time_format: str, number: Callable[[datetime.datetime], int]) -> pa.Array:
-    """A number of each time, null where there is none; computed once for every distinct time of the block."""
-    times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
-    found = [_time_of(value, time_format) for value in times.dictionary.to_pylist()]
-    return pa.array([None if time is None else number(time) for time in found], pa.int64()).take(times.indices)
-
-
-def _time_of(value: bytes | str | None, time_format: str) -> datetime.datetime | None:
-    """In UTC; None where it is none."""
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
-    try:
-        if time_format == UNIX_TIME:
-            return datetime.datetime.fromtimestamp(float(text), datetime.UTC)
-        time = datetime.datetime.strptime(text, time_format)
-    except (ValueError, OverflowError, OSError):  # no number or time, or a number that is no time
-        return None
-    return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)
