@@ -59,7 +59,7 @@ def multi_hot_columns(files: Sequence[Path], schema: Schema) -> tuple[bool, ...]
         DataError: a file cannot be read, a column is missing, its type cannot be used, or it holds lists
             (or integers) in one file and single ids (or text) in another.
     """
-    forms = {path: _read_forms(path, schema) for path in files}
+    forms = {path: column_forms(path, schema, read_types(path)) for path in files}
     return tuple(
         _agreed(feature.source, [(path, forms[path][i]) for path in forms])
         for i, feature in enumerate(schema.categorical)
@@ -92,10 +92,15 @@ def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _read_forms(path: Path, schema: Schema) -> list[Form]:
+def read_types(path: Path) -> pa.Schema:
+    """The names and types of a file's columns.
+
+    Raises:
+        DataError: the file is not Parquet, or cannot be read.
+    """
     try:
         with _mapped(path) as source:
-            return column_forms(path, schema, pq.read_schema(source))
+            return pq.read_schema(source)
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
 

@@ -73,10 +73,7 @@ def prepare_events(
         progress("k-core", 0.0)
         core = find_core(events, schema.k_core)
         if not core.user_counts.any():
-            raise DataError(
-                f"no event is left of {events.num_events:,} (k_core = {schema.k_core}, "
-                f"{events.num_negative:,} left out as not positive); lower k_core, or check `positive` in the schema"
-            )
+            raise DataError(_nothing_left(events, schema, quarantine))
         progress("k-core", 1.0)
         counts = _write(folder, events, core, schema, part_events, progress)
         num_side = _write_side(folder, events)
@@ -84,6 +81,17 @@ def prepare_events(
         Sequences.write_metadata(folder, rowmesh.__version__, schema, counts, num_side, optimum)
         events.path.unlink()
     return Sequences.open(out)
+
+
+def _nothing_left(events: CodedEvents, schema: EventSchema, quarantine: Quarantine) -> str:
+    advice = [f"no event is left of {events.num_events:,}"]
+    if quarantine.num_bad_rows:
+        advice.append(f"{quarantine.num_bad_rows:,} rows were bad: check the schema; {quarantine.first()}")
+    if events.num_negative:
+        advice.append(f"{events.num_negative:,} rows were left out as not positive: check `positive` in the schema")
+    if events.num_events:
+        advice.append(f"users and items have fewer than k_core = {schema.k_core} of them: lower k_core")
+    return "; ".join(advice)
 
 
 def event_request(files: Sequence[Path], schema: EventSchema, max_bad_rows: int) -> dict[str, Any]:
