@@ -14,6 +14,7 @@ from rowmesh.data.events.core import Core, find_core
 from rowmesh.data.events.read import CodedEvents, read_events
 from rowmesh.data.events.schema import EventSchema, EventSplit
 from rowmesh.data.events.sequences import ARRAYS, SEQUENCES, EventCounts, Sequences, side_file
+from rowmesh.data.inputs import check_once
 from rowmesh.data.prepared import write_vocabulary
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
@@ -97,8 +98,11 @@ def _nothing_left(events: CodedEvents, schema: EventSchema, quarantine: Quaranti
 def event_request(files: Sequence[Path], schema: EventSchema, max_bad_rows: int) -> dict[str, Any]:
     """What the output of `prepare_events` depends on; the arguments are its own."""
     for path in files:
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; name files of events")
         if not path.is_file():
-            raise DataError(f"{path}: no such file; name files of events, not a folder")
+            raise DataError(f"{path}: no such file")
+    check_once(files)
     return {
         "format_version": FORMAT_VERSION,
         "files": [stamp(path) for path in files],

@@ -288,3 +288,11 @@ def test_columns_that_cannot_be_are_named_before_anything_is_read(tmp_path, colu
     schema = EventSchema(format="parquet", user="u", item="i", time="t", side=("s",), positive=Positive(column="n"))
     with pytest.raises(DataError, match=rf"bad\.parquet: {message}"):
         prepare_events(files, tmp_path / "out", schema)
+
+
+def test_files_of_events_are_named_once(tmp_path):
+    path = written(tmp_path / "e.csv", [("a", "x", 1)])
+    with pytest.raises(DataError, match="are one file; name it once"):
+        prepare_events([path, path], tmp_path / "out", SCHEMA)
+    with pytest.raises(DataError, match="is a folder; name files of events"):
+        prepare_events([tmp_path], tmp_path / "out", SCHEMA)
