@@ -282,7 +282,7 @@ class Schema(BaseModel):
                 f"{hint(str(name_or_path), SCHEMAS)}"
             )
         try:
-            return Schema.parse(tomllib.loads(path.read_text(encoding="utf-8")))
+            return Schema.parse(tomllib.loads(path.read_text(encoding="utf-8-sig")))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"schema {path}: not valid TOML: {error}") from error
         except ConfigurationError as error:

@@ -144,7 +144,7 @@ class EventSchema(BaseModel):
                 f"{hint(str(name_or_path), LAYOUTS)}"
             )
         try:
-            return EventSchema.parse(tomllib.loads(path.read_text(encoding="utf-8")))
+            return EventSchema.parse(tomllib.loads(path.read_text(encoding="utf-8-sig")))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigurationError) as error:
             raise ConfigurationError(f"schema {path}: {error}") from error
 
@@ -207,7 +207,7 @@ def find_event_schema(schema: str | None) -> EventSchema | None:
         return None
     if schema not in LAYOUTS:
         try:
-            values = tomllib.loads(Path(schema).read_text(encoding="utf-8"))
+            values = tomllib.loads(Path(schema).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError):
             return None  # the schema of clicks says what is wrong with it
         if not {"user", "item", "time"} & set(values):

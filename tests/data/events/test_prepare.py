@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, prepare, prepare_events
+from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, find_event_schema, prepare, prepare_events
 from rowmesh.data.events.prepare import _ends, _moment, _parts
 from rowmesh.data.events.schema import LAYOUTS, EventSplit, Positive
 from rowmesh.errors import ConfigurationError, DataError
@@ -296,3 +296,9 @@ def test_files_of_events_are_named_once(tmp_path):
         prepare_events([path, path], tmp_path / "out", SCHEMA)
     with pytest.raises(DataError, match="is a folder; name files of events"):
         prepare_events([tmp_path], tmp_path / "out", SCHEMA)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_schema(tmp_path):
+    path = tmp_path / "events.toml"
+    path.write_text('user = "u"\nitem = "i"\ntime = "t"\n', encoding="utf-8-sig")
+    assert EventSchema.load(path) == find_event_schema(str(path)) == SCHEMA
