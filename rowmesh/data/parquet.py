@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rowmesh.data.scalars import shown
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.data.source import RawTable, check_columns
 from rowmesh.errors import DataError
@@ -27,7 +29,7 @@ def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
         DataError: the file is not Parquet, lacks a column, or holds a type that cannot be used.
     """
     try:
-        with pq.ParquetFile(path, memory_map=True) as file:
+        with _mapped(path) as source, pq.ParquetFile(source) as file:
             column_forms(path, schema, file.schema_arrow)
             position = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
@@ -42,7 +44,8 @@ def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
 def num_rows(path: Path) -> int:
     """How many rows a file has."""
     try:
-        return pq.read_metadata(path).num_rows
+        with _mapped(path) as source:
+            return pq.read_metadata(source).num_rows
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
 
@@ -144,8 +147,18 @@ def is_list(kind: pa.DataType) -> bool:
 
 def read_forms(path: Path, schema: Schema) -> list[Form]:
     """As `column_forms`, of a file."""
+    return column_forms(path, schema, read_types(path))
+
+
+def read_types(path: Path) -> pa.Schema:
+    """The names and types of a file's columns.
+
+    Raises:
+        DataError: the file is not Parquet, or cannot be read.
+    """
     try:
-        return column_forms(path, schema, pq.read_schema(path))
+        with _mapped(path) as source:
+            return pq.read_schema(source)
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
 
@@ -158,19 +171,36 @@ def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
     """
     check_columns(path, schema, types.names)
     for name in schema.target_columns + schema.dense:
-        _check_type(path, name, types, pa.float64(), "numbers")
+        check_numbers(path, name, types)
     if schema.time in schema.rule_columns:
-        _check_type(path, schema.time, types, pa.string(), "times")
+        check_times(path, schema.time, types)
     if schema.score in schema.rule_columns:
-        _check_type(path, schema.score, types, pa.int64(), "whole numbers")
+        check_numbers(path, schema.score, types)
+    for feature in schema.categorical:
+        if feature.derive is not None:
+            check_times(path, feature.source, types)
     return [_form(path, feature, types.field(feature.source).type) for feature in schema.categorical]
 
 
-def _check_type(path: Path, name: str, types: pa.Schema, goal: pa.DataType, what: str) -> None:
-    kind = types.field(name).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not is_text(kind) and not _can_cast(kind, goal):
-        raise DataError(f"{path}: column {name!r} of type {kind} holds no {what}")
+def check_numbers(path: Path, name: str, types: pa.Schema) -> None:
+    """Raises DataError where a column can hold no numbers."""
+    kind = _value_type(types.field(name).type)
+    if not is_text(kind) and not _can_cast(kind, pa.float64()):
+        raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers")
+
+
+def check_times(path: Path, name: str, types: pa.Schema) -> None:
+    """Raises DataError where a column can hold no times."""
+    kind = _value_type(types.field(name).type)
+    tests = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+    if not is_text(kind) and not pa.types.is_null(kind) and not any(test(kind) for test in tests):
+        raise DataError(
+            f"{path}: column {name!r} of type {kind} holds no times; store it as timestamps, dates, numbers or text"
+        )
+
+
+def _value_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
@@ -182,8 +212,6 @@ def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
             "store its ids as integers, strings, or lists of them"
         )
     if feature.derive is not None:
-        if is_list(kind):
-            raise DataError(f"{path}: column {feature.source!r} of type {kind} holds no times")
         return False, "integers"
     name = None if pa.types.is_null(values) else "integers" if pa.types.is_integer(id_type(values)) else "text"
     if feature.separator is None:
@@ -211,7 +239,12 @@ def _words(part: int, value: bool | str) -> str:
 
 
 def row_text(table: pa.Table) -> Callable[[int], str]:
-    return lambda row: json.dumps(table.slice(row, 1).to_pylist()[0], default=str)
+    names = table.column_names
+    return lambda row: json.dumps({name: shown(table.column(name)[row]) for name in names}, default=str)
+
+
+def _mapped(path: Path) -> pa.MemoryMappedFile:
+    return pa.memory_map(os.fsencode(path))  # Arrow takes no path whose name is not UTF-8, but takes its bytes
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

@@ -85,7 +85,8 @@ class Quarantine:
             DataError: the budget is spent; names the first bad rows and the quarantine file.
         """
         if self._file is None:
-            self._file = self.path.open("w", encoding="utf-8")
+            # names of files need not be UTF-8
+            self._file = self.path.open("w", encoding="utf-8", errors="backslashreplace")
         text = row.decode("utf-8", "backslashreplace") if isinstance(row, bytes) else row
         record = {"file": str(file), "line": line, "reason": reason, "row": text[:MAX_ROW_CHARACTERS]}
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")

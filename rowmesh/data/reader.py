@@ -9,8 +9,7 @@ no finite number, a time that does not parse) goes to the quarantine; nothing is
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,9 +20,11 @@ from numpy.typing import NDArray
 
 from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
 from rowmesh.data.quarantine import BadRows
-from rowmesh.data.schema import UNIX_TIME, Categorical, Label, Schema
+from rowmesh.data.scalars import shown
+from rowmesh.data.schema import Categorical, Label, Schema
 from rowmesh.data.source import RawTable
 from rowmesh.data.text import read_text
+from rowmesh.data.times import HOUR, SECONDS, WEEKDAY, of_times
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,20 @@ def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.f
 
 
 @dataclass
-class _Faults:
+class Faults:
     """Which rows of a block are bad, and why; the first reason of a row counts."""
 
     reasons: dict[int, str] = field(default_factory=dict)
 
     def add(self, rows: NDArray[np.integer] | list[int], column: str, values: pa.Array, what: str) -> None:
         for row in rows:
-            value = values[int(row)].as_py()
-            shown = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
-            self.reasons.setdefault(int(row), f"{column} is {shown!r}, {what}")
+            self.reasons.setdefault(int(row), f"{column} is {shown(values[int(row)])!r}, {what}")
 
 
 def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -> Block:
     """The usable ones of some rows; the others go to the quarantine under the name `path`."""
     columns = {name: _plain(raw.table.column(name)) for name in raw.table.column_names}
-    faults = _Faults()
+    faults = Faults()
     labels, weights = _targets(columns, schema, faults, raw.table.num_rows)
     dense = _dense(columns, schema, faults, raw.table.num_rows)
     categorical = tuple(_ids(columns[feature.source], feature, faults) for feature in schema.categorical)
@@ -131,7 +130,7 @@ def _plain(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _targets(
-    columns: dict[str, pa.Array], schema: Schema, faults: _Faults, num_rows: int
+    columns: dict[str, pa.Array], schema: Schema, faults: Faults, num_rows: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
     """Labels and weights; NaN where the schema does not read them."""
     labels = np.full((len(schema.labels), num_rows), np.nan, np.float32)
@@ -144,7 +143,7 @@ def _targets(
     return labels, weights
 
 
-def _label(column: pa.Array, label: Label, faults: _Faults) -> NDArray[np.float32]:
+def _label(column: pa.Array, label: Label, faults: Faults) -> NDArray[np.float32]:
     numbers = _numbers(column, label.name, faults)
     values = transform_dense(numbers, "none")
     if label.kind == "value":
@@ -162,14 +161,14 @@ def _declared(name: str) -> str:
     return f'a label of other numbers is label = {{ name = "{name}", kind = "value" }} in the schema'
 
 
-def _weights(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float32]:
+def _weights(column: pa.Array, name: str, faults: Faults) -> NDArray[np.float32]:
     values = transform_dense(_numbers(column, name, faults), "none")
     bad = ~np.isfinite(values) | (values < 0)
     faults.add(np.flatnonzero(bad), name, column, "not a weight: a finite number, 0 or more")
     return values
 
 
-def _dense(columns: dict[str, pa.Array], schema: Schema, faults: _Faults, num_rows: int) -> NDArray[np.float32]:
+def _dense(columns: dict[str, pa.Array], schema: Schema, faults: Faults, num_rows: int) -> NDArray[np.float32]:
     """Transformed dense values `[n, number of dense features]`; missing ones are NaN."""
     dense = np.empty((num_rows, len(schema.dense)), np.float32)
     for i, name in enumerate(schema.dense):
@@ -190,7 +189,7 @@ def _missing(column: pa.Array) -> NDArray[np.bool_]:
     return null.to_numpy(zero_copy_only=False)
 
 
-def _numbers(column: pa.Array, name: str, faults: _Faults) -> NDArray[np.float64]:
+def _numbers(column: pa.Array, name: str, faults: Faults) -> NDArray[np.float64]:
     """float64 values; NaN where missing or no number (the latter recorded)."""
     if not is_text(column.type):
         return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -219,7 +218,7 @@ def _parse_numbers(column: pa.Array, kind: pa.DataType, first: int = 0) -> tuple
         return pa.concat_arrays([low, high]), low_bad + high_bad
 
 
-def _ids(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
+def _ids(column: pa.Array, feature: Categorical, faults: Faults) -> pa.Array:
     if feature.derive is not None:
         return _derive(column, feature, faults)
     if feature.separator is not None and is_text(column.type):
@@ -231,44 +230,24 @@ def _ids(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
     return column.cast(id_type(column.type))
 
 
-def _times(column: pa.Array, schema: Schema, faults: _Faults) -> NDArray[np.int64]:
+def _times(column: pa.Array, schema: Schema, faults: Faults) -> NDArray[np.int64]:
     """Seconds since 1970."""
-    found = _of_times(column, schema.time_format, lambda time: int(time.timestamp()))
+    found = of_times(column, schema.time_format, SECONDS)
     bad = np.flatnonzero(pc.is_null(found).to_numpy(zero_copy_only=False))
     faults.add(bad, str(schema.time), column, f"not a time like {schema.time_format}")
     return found.fill_null(0).to_numpy()
 
 
-def _scores(column: pa.Array, name: str | None, faults: _Faults) -> NDArray[np.int64]:
+def _scores(column: pa.Array, name: str | None, faults: Faults) -> NDArray[np.int64]:
     numbers, _ = _parse_numbers(column, pa.int64())
     bad = np.flatnonzero(pc.is_null(numbers).to_numpy(zero_copy_only=False))
     faults.add(bad, str(name), column, "not a score: a whole number of 64 bits")
     return numbers.fill_null(0).to_numpy()
 
 
-def _derive(column: pa.Array, feature: Categorical, faults: _Faults) -> pa.Array:
+def _derive(column: pa.Array, feature: Categorical, faults: Faults) -> pa.Array:
     """Ids from times."""
-    is_hour = feature.derive == "hour_of_day"
-    ids = _of_times(column, feature.time_format, lambda time: time.hour if is_hour else time.weekday())
+    ids = of_times(column, feature.time_format, HOUR if feature.derive == "hour_of_day" else WEEKDAY)
     bad = np.flatnonzero(pc.is_null(ids).to_numpy(zero_copy_only=False) & ~_missing(column))
     faults.add(bad, feature.source, column, f"not a time like {feature.time_format}")
     return ids
-
-
-def _of_times(column: pa.Array, time_format: str, number: Callable[[datetime.datetime], int]) -> pa.Array:
-    """A number of each time, null where there is none; computed once for every distinct time of the block."""
-    times = (column if is_text(column.type) else column.cast(pa.string())).dictionary_encode()
-    found = [_time_of(value, time_format) for value in times.dictionary.to_pylist()]
-    return pa.array([None if time is None else number(time) for time in found], pa.int64()).take(times.indices)
-
-
-def _time_of(value: bytes | str | None, time_format: str) -> datetime.datetime | None:
-    """In UTC; None where it is none."""
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""
-    try:
-        if time_format == UNIX_TIME:
-            return datetime.datetime.fromtimestamp(float(text), datetime.UTC)
-        time = datetime.datetime.strptime(text, time_format)
-    except (ValueError, OverflowError, OSError):  # no number or time, or a number that is no time
-        return None
-    return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)

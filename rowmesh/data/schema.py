@@ -73,7 +73,7 @@ class Categorical(BaseModel):
         if self.derive is not None and self.separator is not None:
             raise ValueError(f"{self.name!r} has both derive and separator; a time is one value")
         if self.time_format != UNIX_TIME:
-            _check_time_format(self.time_format)
+            check_time_format(self.time_format)
         return self
 
     @property
@@ -169,7 +169,7 @@ class Schema(BaseModel):
         if self.time_format != UNIX_TIME:
             if self.time is None:
                 raise ValueError("time_format is that of the column time, which is not named; name it, or leave it out")
-            _check_time_format(self.time_format)
+            check_time_format(self.time_format)
         if self.columns:
             if twice := sorted({name for name in self.source_columns if self.columns.count(name) > 1}):
                 raise ValueError(f"columns: {', '.join(twice)} more than once; give each column its own name")
@@ -287,7 +287,7 @@ class Schema(BaseModel):
                 f"{hint(str(name_or_path), SCHEMAS)}"
             )
         try:
-            return Schema.parse(tomllib.loads(path.read_text(encoding="utf-8")))
+            return Schema.parse(tomllib.loads(path.read_text(encoding="utf-8-sig")))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"schema {path}: not valid TOML: {error}") from error
         except ConfigurationError as error:
@@ -340,7 +340,8 @@ def _named(value: Any) -> Any:
     return [{"name": item} if isinstance(item, str) else item for item in value]
 
 
-def _check_time_format(time_format: str) -> None:
+def check_time_format(time_format: str) -> None:
+    """Raises ValueError where `strptime` has no such format."""
     try:
         datetime.datetime.strptime("", time_format)
     except re.error:  # strptime makes a pattern of it

@@ -129,7 +129,7 @@ class Topology:
             file = resources.files("rowmesh.placement") / "topologies" / f"{text}.toml"
             return _parse(file.read_text(encoding="utf-8"), text)
         try:
-            return _parse(Path(source).read_text(encoding="utf-8"), text)
+            return _parse(Path(source).read_text(encoding="utf-8-sig"), text)
         except FileNotFoundError as error:
             raise ConfigurationError(
                 f"no topology {text!r}: give one of {', '.join(Topology.shipped())}, or the path of a TOML file"

@@ -1,11 +1,15 @@
 """Parquet columns: what they may hold, and that all files of a data set agree on it."""
 
+import json
+import os
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rowmesh.data import Prepared, Schema, prepare
-from rowmesh.data.parquet import multi_hot_columns
+from rowmesh.data.parquet import multi_hot_columns, read_parquet
+from rowmesh.data.quarantine import Quarantine
 from rowmesh.errors import DataError
 
 SCHEMA = Schema(format="parquet", label="y", categorical=("a",))
@@ -100,3 +104,49 @@ def test_a_separator_needs_text(write):
     for array in (INTEGERS, LISTS):
         with pytest.raises(DataError, match="'a' has a separator but is of type"):
             multi_hot_columns(write(array), schema)
+
+
+NO_UTF8 = pa.Array.from_buffers(pa.string(), 2, pa.array([b"p", b"caf\xe9"], pa.binary()).buffers())
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        (NO_UTF8, "caf\\xe9"),
+        (pa.ListArray.from_arrays([0, 0, 2], NO_UTF8), ["p", "caf\\xe9"]),
+        (NO_UTF8.dictionary_encode(), "caf\\xe9"),
+        (pa.array([b"p", b"q"]), "q"),
+        (pa.array([1, 2], pa.timestamp("ns")), "1970-01-01 00:00:00.000000002"),
+        (pa.array([1, 2], pa.timestamp("ns", "Mars/Olympus_Mons")), "2 (timestamp[ns, tz=Mars/Olympus_Mons])"),
+        (pa.array([1, 2**31 - 1], pa.date32()), "<value out of range: 2147483647>"),
+    ],
+)
+def test_bad_rows_beside_values_that_python_has_no_form_of_are_kept(tmp_path, ids, shown):
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"y": [1, None], "k": pa.array([5, 6]), "a": ids}), path)
+    with Quarantine(tmp_path / "bad.jsonl", 1, tmp_path / "kept.jsonl") as bad:
+        for table in read_parquet(path, SCHEMA):
+            bad.add(path, 2, "", table.text(1))
+    assert json.loads(json.loads((tmp_path / "bad.jsonl").read_text())["row"]) == {"y": None, "a": shown}
+
+
+def test_a_bad_value_that_is_no_utf8_is_named(tmp_path):
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"y": NO_UTF8, "a": TEXT}), path)
+    with pytest.raises(DataError, match=r"y is 'caf\\\\xe9', not a number"):
+        prepare({"train": [path]}, tmp_path / "out", SCHEMA, max_bad_rows=1)
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet"])
+def test_a_file_whose_name_is_no_utf8_prepares(tmp_path, kind):
+    """Its bad row is kept under that name."""
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+    if kind == "text":
+        path.write_text("y,a\n1,p\n5,q\n")
+    else:
+        with path.open("wb") as file:
+            pq.write_table(pa.table({"y": [1, 5], "a": TEXT}), file)
+    prepared = prepare({"train": [path]}, tmp_path / "out", SCHEMA.model_copy(update={"format": kind}))
+    assert prepared.bad_rows == 1
+    record = json.loads((prepared.folder / "quarantine.jsonl").read_text())
+    assert record["file"] == str(path)

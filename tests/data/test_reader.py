@@ -338,3 +338,30 @@ def read_real(path, schema):
         for i in range(len(schema.categorical))
     ]
     return labels, np.concatenate([block.dense for block in blocks]), columns
+
+
+@pytest.mark.parametrize("time_format", ["unix", "%y%m%d%H"])
+@pytest.mark.parametrize("zone", [None, "UTC"])
+def test_timestamps_of_nanoseconds_become_hour_and_weekday(tmp_path, time_format, zone):
+    names = {"hour": "hour_of_day", "day": "weekday"}
+    features = [
+        {"name": name, "column": "t", "derive": derive, "time_format": time_format} for name, derive in names.items()
+    ]
+    schema = Schema.parse({"format": "parquet", "label": "y", "categorical": features})
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"y": [1, 0], "t": pa.array([3_600_000_000_001, None], pa.timestamp("ns", zone))}), path)
+    read = Read(path, schema)
+    assert not read.bad
+    assert read.columns == [[1, None], [3, None]]
+
+
+@pytest.mark.parametrize("column", [pa.array([[1]]), pa.array([True]), pa.array([1], pa.time64("ns"))])
+def test_columns_that_hold_no_times_are_named(tmp_path, column):
+    feature = {"name": "hour", "column": "t", "derive": "hour_of_day"}
+    path = tmp_path / "t.parquet"
+    derived = {"format": "parquet", "label": "y", "categorical": [feature]}
+    timed = {"format": "parquet", "label": "y", "categorical": ["y2"], "time": "t"}
+    pq.write_table(pa.table({"y": [1], "y2": [1], "t": column}), path)
+    for values in (derived, timed):
+        with pytest.raises(DataError, match=r"t\.parquet: column 't' of type .* holds no times"):
+            Read(path, Schema.parse(values))

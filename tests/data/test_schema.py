@@ -82,3 +82,9 @@ def test_mistakes(tmp_path, toml, message):
 def test_unknown_name():
     with pytest.raises(ConfigurationError, match=r"built in \(criteo, avazu\).*did you mean 'criteo'"):
         Schema.load("critteo")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_schema(tmp_path):
+    path = tmp_path / "shop.toml"
+    path.write_text('label = "y"\ncategorical = ["a"]\n', encoding="utf-8-sig")
+    assert Schema.load(path).features == ("a",)

@@ -80,3 +80,10 @@ def test_says_what_is_wrong_in_a_file(tmp_path, text, message):
 def test_says_which_names_there_are():
     with pytest.raises(ConfigurationError, match=r"no topology '3x3': give one of 16x8, .*2x4.* or the path"):
         Topology.load("3x3")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_topology(tmp_path):
+    path = tmp_path / "mine.toml"
+    Topology.load(Topology.shipped()[0]).save(path)
+    path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert Topology.load(path).num_nodes == Topology.load(Topology.shipped()[0]).num_nodes

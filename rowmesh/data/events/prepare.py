@@ -14,6 +14,7 @@ from rowmesh.data.events.core import Core, find_core
 from rowmesh.data.events.read import CodedEvents, read_events
 from rowmesh.data.events.schema import EventSchema, EventSplit
 from rowmesh.data.events.sequences import ARRAYS, SEQUENCES, EventCounts, Sequences, side_file
+from rowmesh.data.inputs import check_once
 from rowmesh.data.prepared import write_vocabulary
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
@@ -73,10 +74,7 @@ def prepare_events(
         progress("k-core", 0.0)
         core = find_core(events, schema.k_core)
         if not core.user_counts.any():
-            raise DataError(
-                f"no event is left of {events.num_events:,} (k_core = {schema.k_core}, "
-                f"{events.num_negative:,} left out as not positive); lower k_core, or check `positive` in the schema"
-            )
+            raise DataError(_nothing_left(events, schema, quarantine))
         progress("k-core", 1.0)
         counts = _write(folder, events, core, schema, part_events, progress)
         num_side = _write_side(folder, events)
@@ -86,11 +84,25 @@ def prepare_events(
     return Sequences.open(out)
 
 
+def _nothing_left(events: CodedEvents, schema: EventSchema, quarantine: Quarantine) -> str:
+    advice = [f"no event is left of {events.num_events:,}"]
+    if quarantine.num_bad_rows:
+        advice.append(f"{quarantine.num_bad_rows:,} rows were bad: check the schema; {quarantine.first()}")
+    if events.num_negative:
+        advice.append(f"{events.num_negative:,} rows were left out as not positive: check `positive` in the schema")
+    if events.num_events:
+        advice.append(f"users and items have fewer than k_core = {schema.k_core} of them: lower k_core")
+    return "; ".join(advice)
+
+
 def event_request(files: Sequence[Path], schema: EventSchema, max_bad_rows: int) -> dict[str, Any]:
     """What the output of `prepare_events` depends on; the arguments are its own."""
     for path in files:
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; name files of events")
         if not path.is_file():
-            raise DataError(f"{path}: no such file; name files of events, not a folder")
+            raise DataError(f"{path}: no such file")
+    check_once(files)
     return {
         "format_version": FORMAT_VERSION,
         "files": [stamp(path) for path in files],

@@ -15,10 +15,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rowmesh.data.events.schema import EventSchema
+from rowmesh.data.parquet import check_numbers, check_times, column_forms, is_text, read_types
 from rowmesh.data.progress import Progress
 from rowmesh.data.quarantine import BadRows
-from rowmesh.data.reader import read_blocks, total_size
+from rowmesh.data.reader import Faults, read_blocks, total_size
+from rowmesh.data.scalars import shown
+from rowmesh.data.schema import UNIX_TIME, ScoringSchema
+from rowmesh.data.times import MICROSECONDS, is_time, of_times
 from rowmesh.data.vocabulary import Vocabulary
+from rowmesh.errors import DataError
 
 EVENT = np.dtype([("user", np.int32), ("item", np.int32), ("time", np.int64)])
 """A coded event without side columns; the time is in microseconds."""
@@ -66,25 +71,33 @@ def read_events(
     """Reads files in order; rows without a user, an item or a time go to the quarantine.
 
     Raises:
-        DataError: a file cannot be read, lacks a column, or has too many bad rows.
+        DataError: a file cannot be read, lacks a column, holds one of a type that cannot be, or has too many bad rows.
     """
     events, reading = CodedEvents(path, side={name: Vocabulary(name) for name in schema.side}), schema.reading()
+    if schema.format == "parquet":
+        _check_types(files, schema, reading)
     with path.open("wb") as out:
         for source in files:
             size = max(total_size(source, reading), 1)
             for block in read_blocks(source, reading, quarantine):
                 columns = dict(zip(reading.copied_columns, block.copied, strict=True))
                 users, items, *side = block.categorical
+                faults, counts = Faults(), np.ones(len(block.lines), np.bool_)
+                faults.add(_missing(users), schema.user, users, "not a user")
+                faults.add(_missing(items), schema.item, items, "not an item")
                 times, has_time = _times(columns[schema.time], schema)
-                good = has_time & _is_there(users) & _is_there(items)
-                counts = np.ones(len(good), np.bool_)
+                what = f"not a time like {schema.time_format}"
+                faults.add(np.flatnonzero(~has_time), schema.time, columns[schema.time], what)
                 if schema.positive is not None:
-                    values, is_number = _numbers(columns[schema.positive.column])
-                    good &= is_number
+                    name = schema.positive.column
+                    values, is_number = _numbers(columns[name])
+                    faults.add(np.flatnonzero(~is_number), name, columns[name], "not a number")
                     counts = values >= schema.positive.minimum
-                for row in np.flatnonzero(~good).tolist():
-                    text = f"{users[row]}, {items[row]}, {columns[schema.time][row]}"
-                    quarantine.add(source, int(block.lines[row]), _reason(schema), text)
+                good = np.ones(len(counts), np.bool_)
+                for row, reason in sorted(faults.reasons.items()):
+                    good[row] = False
+                    text = ", ".join(str(shown(values[row])) for values in (users, items, columns[schema.time]))
+                    quarantine.add(source, int(block.lines[row]), reason, text)
                 kept = np.flatnonzero(good & counts)
                 coded = np.empty(len(kept), events.dtype)
                 coded["user"], coded["item"] = _codes(events.users, users, kept), _codes(events.items, items, kept)
@@ -98,32 +111,38 @@ def read_events(
     return events
 
 
-def _reason(schema: EventSchema) -> str:
-    number = f", or {schema.positive.column!r} is no number" if schema.positive else ""
-    return f"user or item is missing, or the time is not of format {schema.time_format!r}{number}"
+def _check_types(files: Sequence[Path], schema: EventSchema, reading: ScoringSchema) -> None:
+    """Raises DataError where a column of a Parquet file is of a type that cannot be used."""
+    for path in files:
+        types = read_types(path)
+        for feature, (holds_lists, _) in zip(reading.categorical, column_forms(path, reading, types), strict=True):
+            if holds_lists:
+                raise DataError(
+                    f"{path}: column {feature.source!r} holds lists ({types.field(feature.source).type}), and an event "
+                    "has one value of each column; store one event a row"
+                )
+        check_times(path, schema.time, types)
+        if schema.positive is not None:
+            check_numbers(path, schema.positive.column, types)
 
 
 def _codes(vocabulary: Vocabulary, values: pa.Array, rows: NDArray[np.int64]) -> NDArray[np.int32]:
     return vocabulary.encode(values.take(pa.array(rows)))
 
 
-def _is_there(values: pa.Array) -> NDArray[np.bool_]:
+def _missing(values: pa.Array) -> NDArray[np.int64]:
+    """The rows of ids that are not there."""
     valid = values.is_valid()
     if not pa.types.is_integer(values.type) and not pa.types.is_null(values.type):
         valid = pc.and_(valid, pc.greater(pc.binary_length(values), 0).fill_null(False))
-    return valid.to_numpy(zero_copy_only=False)
+    return np.flatnonzero(~valid.to_numpy(zero_copy_only=False))
 
 
 def _times(column: pa.Array, schema: EventSchema) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Microseconds since 1970, and which of them are known."""
-    if pa.types.is_timestamp(column.type):
-        valid = column.is_valid().to_numpy(zero_copy_only=False)
-        return column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).fill_null(0).to_numpy(), valid
-    if schema.time_format != "unix":
-        text = column.cast(pa.string())
-        parsed = pc.strptime(text, format=schema.time_format, unit="us", error_is_null=True)
-        valid = parsed.is_valid().to_numpy(zero_copy_only=False)
-        return parsed.cast(pa.int64()).fill_null(0).to_numpy(), valid
+    if schema.time_format != UNIX_TIME or is_time(column.type):
+        found = of_times(column, schema.time_format, MICROSECONDS)
+        return found.fill_null(0).to_numpy(), found.is_valid().to_numpy(zero_copy_only=False)
     values, valid = _numbers(column)
     scaled = values * _MICROSECONDS[schema.time_unit]
     valid &= np.abs(scaled) < _LATEST
@@ -132,15 +151,16 @@ def _times(column: pa.Array, schema: EventSchema) -> tuple[NDArray[np.int64], ND
 
 def _numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """A column as numbers, 0 where it holds none, and where it holds one."""
-    if pa.types.is_binary(column.type) or pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        values = np.array([_number(value) for value in column.to_pylist()], np.float64)
+    if is_text(column.type):
+        # as bytes, since strings may be no UTF-8
+        values = np.array([_number(value) for value in column.cast(pa.large_binary()).to_pylist()], np.float64)
     else:
         values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     finite = np.isfinite(values)
     return np.where(finite, values, 0.0), finite
 
 
-def _number(value: bytes | str | None) -> float:
+def _number(value: bytes | None) -> float:
     try:
         return float(value) if value is not None else np.nan
     except ValueError:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rowmesh.data.schema import ScoringSchema
+from rowmesh.data.schema import UNIX_TIME, ScoringSchema, check_time_format
 from rowmesh.errors import ConfigurationError
 from rowmesh.suggest import hint
 
@@ -62,7 +62,8 @@ class EventSchema(BaseModel):
         quote: what may surround a text value; empty where quotes have no meaning.
         columns: names of the text columns in file order; empty where the first line names them.
         user, item, time: the columns that hold them.
-        time_format: "unix": a number since 1970 in `time_unit`; else directives of `strptime`, UTC.
+        time_format: "unix": a number since 1970 in `time_unit`; else directives of `strptime`, UTC. Dates and
+            timestamps of Parquet are taken as they are.
         time_unit: of numbers. Sequences hold whole seconds; events are ordered by what the file says.
         positive: which events count; None: all.
         k_core: users and items with fewer events are left out, again and again until all have as many; 1: none is.
@@ -86,7 +87,7 @@ class EventSchema(BaseModel):
     user: str
     item: str
     time: str
-    time_format: str = "unix"
+    time_format: str = UNIX_TIME
     time_unit: Literal["s", "ms", "us"] = "s"
     positive: Positive | None = None
     k_core: int = Field(default=1, ge=1)
@@ -95,7 +96,9 @@ class EventSchema(BaseModel):
     split: EventSplit = EventSplit()
 
     @model_validator(mode="after")
-    def _check_side(self) -> EventSchema:
+    def _check(self) -> EventSchema:
+        if self.time_format != UNIX_TIME:
+            check_time_format(self.time_format)
         for name in self.side:
             if name in (self.user, self.item, self.time):
                 raise ValueError(f"side names {name!r}, which is the user, the item or the time; leave it out")
@@ -141,7 +144,7 @@ class EventSchema(BaseModel):
                 f"{hint(str(name_or_path), LAYOUTS)}"
             )
         try:
-            return EventSchema.parse(tomllib.loads(path.read_text(encoding="utf-8")))
+            return EventSchema.parse(tomllib.loads(path.read_text(encoding="utf-8-sig")))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigurationError) as error:
             raise ConfigurationError(f"schema {path}: {error}") from error
 
@@ -204,7 +207,7 @@ def find_event_schema(schema: str | None) -> EventSchema | None:
         return None
     if schema not in LAYOUTS:
         try:
-            values = tomllib.loads(Path(schema).read_text(encoding="utf-8"))
+            values = tomllib.loads(Path(schema).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError):
             return None  # the schema of clicks says what is wrong with it
         if not {"user", "item", "time"} & set(values):

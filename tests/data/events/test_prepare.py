@@ -1,17 +1,21 @@
 """Sequences hold what a plain sort and a plain k-core give, whatever the size of the parts."""
 
+import datetime
 import gzip
+import json
 from collections import Counter
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, prepare, prepare_events
+from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, find_event_schema, prepare, prepare_events
 from rowmesh.data.events.prepare import _ends, _moment, _parts
-from rowmesh.data.events.schema import LAYOUTS, EventSplit
+from rowmesh.data.events.schema import LAYOUTS, EventSplit, Positive
 from rowmesh.errors import ConfigurationError, DataError
 
 SCHEMA = EventSchema(user="u", item="i", time="t")
@@ -216,3 +220,85 @@ def test_beauty_has_the_published_numbers(tmp_path):
     with gzip.open(REAL / "sequences" / "beauty_timed.tsv.gz", "rt") as file:
         first = [line.split() for line in file if line.startswith("1\t")]
     assert [item for item, _ in histories(data)["1"]] == [item for _, item, _ in first]
+
+
+def test_bad_rows_say_what_is_wrong(tmp_path):
+    rows = [("a", "x", "2024-02-29", 5), ("b", "x", "2024-02-30", 5), ("", "x", "2024-02-29", 5)]
+    rows += [("c", "", "2024-02-29", 5), ("d", "x", "2024-02-29", "many")]
+    path = written(tmp_path / "e.csv", rows, "u,i,t,n")
+    path.write_bytes(path.read_bytes() + b"e,x,2024-02-\xe9,5\n")
+    schema = EventSchema(user="u", item="i", time="t", time_format="%Y-%m-%d", positive=Positive(column="n"))
+    data = prepare_events([path], tmp_path / "out", schema)
+    assert histories(data) == {"a": [("x", 1709164800)]}
+    kept = [json.loads(line) for line in (data.folder / "quarantine.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["reason"]) for row in kept] == [
+        (3, "t is '2024-02-30', not a time like %Y-%m-%d"),
+        (4, "u is '', not a user"),
+        (5, "i is '', not an item"),
+        (6, "n is 'many', not a number"),
+        (7, r"t is '2024-02-\\xe9', not a time like %Y-%m-%d"),
+    ]
+    assert kept[0]["row"] == "b, x, 2024-02-30"
+
+
+def test_events_of_one_second_are_in_order_of_their_fractions(tmp_path):
+    events = [("a", "x", "2024-02-29 10:00:00.75"), ("a", "y", "2024-02-29 10:00:00.5")]
+    data = prepared(tmp_path, events, SCHEMA.model_copy(update={"time_format": "%Y-%m-%d %H:%M:%S.%f"}))
+    assert histories(data) == {"a": [("y", 1709200800), ("x", 1709200800)]}
+
+
+def test_a_time_format_that_is_none_is_refused():
+    with pytest.raises(ConfigurationError, match="time_format: 'Q' is a bad directive"):
+        EventSchema.parse({"user": "u", "item": "i", "time": "t", "time_format": "%Q"})
+
+
+def test_that_no_event_is_left_says_what_was_bad(tmp_path):
+    with pytest.raises(
+        DataError, match=r"of 0; 2 rows were bad: (.|\n)*events\.csv:2: t is 'now', not a time like unix"
+    ):
+        prepared(tmp_path, [("a", "x", "now"), ("a", "x", "then")])
+
+
+@pytest.mark.parametrize("time_format", ["unix", "%Y-%m-%d"])
+@pytest.mark.parametrize("kind", [pa.date32(), pa.date64(), pa.timestamp("ns"), pa.timestamp("us", "UTC")])
+def test_dates_and_timestamps_need_no_format(tmp_path, kind, time_format):
+    times = pa.array([datetime.date(2024, 2, 29)]).cast(pa.date64()).cast(pa.timestamp("ms"), safe=False)
+    times = times.cast(pa.date32()).cast(kind) if pa.types.is_date(kind) else times.cast(kind)
+    pq.write_table(pa.table({"u": ["a"], "i": ["x"], "t": times}), tmp_path / "e.parquet")
+    schema = SCHEMA.model_copy(update={"format": "parquet", "time_format": time_format})
+    data = prepare_events([tmp_path / "e.parquet"], tmp_path / "out", schema)
+    assert histories(data) == {"a": [("x", 1709164800)]}
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("u", pa.array([["a"]]), r"column 'u' holds lists \(list<"),
+        ("s", pa.array([["a"]]), r"column 's' holds lists \(list<"),
+        ("t", pa.array([[1]]), "column 't' of type list<.*> holds no times"),
+        ("t", pa.array([True]), "column 't' of type bool holds no times"),
+        ("n", pa.array([[1]]), "column 'n' of type list<.*> holds no numbers"),
+    ],
+)
+def test_columns_that_cannot_be_are_named_before_anything_is_read(tmp_path, column, values, message):
+    good = {"u": pa.array(["a"]), "i": pa.array(["x"]), "t": pa.array([1]), "n": pa.array([1]), "s": pa.array(["p"])}
+    files = [tmp_path / "good.parquet", tmp_path / "bad.parquet"]
+    for path, columns in zip(files, (good, good | {column: values}), strict=True):
+        pq.write_table(pa.table(columns), path)
+    schema = EventSchema(format="parquet", user="u", item="i", time="t", side=("s",), positive=Positive(column="n"))
+    with pytest.raises(DataError, match=rf"bad\.parquet: {message}"):
+        prepare_events(files, tmp_path / "out", schema)
+
+
+def test_files_of_events_are_named_once(tmp_path):
+    path = written(tmp_path / "e.csv", [("a", "x", 1)])
+    with pytest.raises(DataError, match="are one file; name it once"):
+        prepare_events([path, path], tmp_path / "out", SCHEMA)
+    with pytest.raises(DataError, match="is a folder; name files of events"):
+        prepare_events([tmp_path], tmp_path / "out", SCHEMA)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_schema(tmp_path):
+    path = tmp_path / "events.toml"
+    path.write_text('user = "u"\nitem = "i"\ntime = "t"\n', encoding="utf-8-sig")
+    assert EventSchema.load(path) == find_event_schema(str(path)) == SCHEMA
