@@ -56,6 +56,7 @@ def recommend(
     from rich.console import Console
 
     from rowmesh.errors import ConfigurationError
+    from rowmesh.files.output import check_output
     from rowmesh.report.printing import show, table_of_numbers, write
     from rowmesh.train.sequence.recommend import recommend as rank
     from rowmesh.train.sequence.recommend import write_recommended
@@ -63,8 +64,7 @@ def recommend(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError("rowmesh recommend is one process; start it without torchrun")
     out = out or user_history.with_name(f"{user_history.name}.top.parquet")
-    if out.exists() and not overwrite:
-        raise ConfigurationError(f"{out} is there already; give --overwrite to replace it, or another --out")
+    check_output(out, read=user_history, overwrite=overwrite)
     done = rank(
         run,
         user_history,
@@ -75,7 +75,7 @@ def recommend(
         max_bad_rows=max_bad_rows,
         verify=verify,
     )
-    write_recommended(done.table, out, overwrite=overwrite)
+    write_recommended(done.table, out)
     console = Console()
     shown = table_of_numbers("user", "rank", "item", "score")
     for row in done.table.slice(0, top).to_pylist():

@@ -143,10 +143,8 @@ def recommend(
     )
 
 
-def write_recommended(table: pa.Table, out: Path, *, overwrite: bool) -> None:
+def write_recommended(table: pa.Table, out: Path) -> None:
     """Writes a Parquet file, whole or not at all."""
-    if out.exists() and not overwrite:
-        raise RowmeshError(f"{out} is there already; give --overwrite to replace it, or another --out")
     with replacing_file(out) as sink:
         pq.write_table(table, sink)
 

@@ -61,3 +61,14 @@ def test_later_and_unknown_events_are_left_out_and_counted(run, events, tmp_path
     with pytest.raises(SystemExit):
         main(main_at)
     assert "is there already" in capsys.readouterr().err
+
+
+def test_the_histories_are_never_replaced_by_the_recommendations(run, events, tmp_path, capsys):
+    file = history(events, tmp_path / "all.csv")
+    before, link = file.read_bytes(), tmp_path / "link.csv"
+    link.symlink_to(file)
+    for out in (file, link):
+        with pytest.raises(SystemExit):
+            main(["recommend", str(run), "--user-history", str(file), "--out", str(out), "--overwrite"])
+        assert f"--out {out} is the file to read" in capsys.readouterr().err.replace("\n", " ")
+    assert file.read_bytes() == before
