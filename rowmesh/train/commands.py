@@ -42,6 +42,7 @@ from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.publications import Publications
+from rowmesh.train.raw import evaluation_name
 from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
@@ -130,7 +131,8 @@ def run_training(
         publications.write_last(trainer.step, claim.log)
         if mesh.rank == 0:
             remove_best(begun, run)
-        metrics = _evaluate(job, run, job.task.tested) if job.task.tested else None
+        tested = job.task.tested
+        metrics = _evaluate(job, run, tested, evaluation_name(config.data, tested)) if tested else None
         _write(mesh, *job.task.advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
@@ -188,7 +190,7 @@ def run_evaluation(
             load_model(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _write(mesh, *describe(job), f"model     {run.model}, {model_text(manifest.metadata)}")
-            metrics = _evaluate(job, run, split)
+            metrics = _evaluate(job, run, split, evaluation_name(trained.data, split))
             _end(mesh, run, at_end)
             return metrics
 
@@ -278,12 +280,12 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: 
     )
 
 
-def _evaluate(job: Job, run: RunFolder, split: str) -> Evaluation:
+def _evaluate(job: Job, run: RunFolder, split: str, name: str) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
-    num_batches, name = job.task.num_evaluation_batches(split), split if split in job.data.splits else "test"
+    num_batches = job.task.num_evaluation_batches(split)
     with Progress(num_batches, title=name, enabled=job.mesh.rank == 0) as progress:
         metrics = job.task.evaluate(job, split, progress.advance)
-    _write(job.mesh, *job.task.results(split, metrics))
+    _write(job.mesh, *job.task.results(name, metrics))
     record: dict[str, Any] = {"split": name, "data": job.data.place if name == split else split, **metrics.as_file()}
     record |= {"planted_optimum": job.task.optimum(split)}
     doing = f"writing the metrics of {name}"
