@@ -58,8 +58,8 @@ def recommend(
     from rowmesh.errors import ConfigurationError
     from rowmesh.files.output import check_output
     from rowmesh.report.printing import show, table_of_numbers, write
+    from rowmesh.train.sequence.recommend import first_user, write_recommended
     from rowmesh.train.sequence.recommend import recommend as rank
-    from rowmesh.train.sequence.recommend import write_recommended
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError("rowmesh recommend is one process; start it without torchrun")
@@ -78,9 +78,12 @@ def recommend(
     write_recommended(done.table, out)
     console = Console()
     shown = table_of_numbers("user", "rank", "item", "score")
-    for row in done.table.slice(0, top).to_pylist():
+    rows = first_user(done.table)
+    for row in rows:
         shown.add_row(str(row["user"]), str(row["rank"]), str(row["item"]), f"{row['score']:.5f}")
     show(console, shown)
+    if len(rows) < done.table.num_rows:
+        write(console, f"shown     the first user, {len(rows)} of {done.table.num_rows:,} rows; the file has the rest")
     moment = datetime.fromtimestamp(done.at, UTC).isoformat()
     write(console, f"items     {out}: {done.table.num_rows:,} rows, asked for at {moment}")
     for count, what in (
