@@ -312,6 +312,12 @@ def test_missing_data_and_runs(config_file, tmp_path):
         run_evaluation(tmp_path / "run")
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_named(config_file, capsys):
+    run_training(resolve(config_file, ["train.steps=2", "schedule.warmup_steps=2000"]))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "schedule.warmup_steps" in line]
+    assert line.endswith("of 2 steps: learning rates reach 0.001 of what they are; lower it")
+
+
 def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tmp_path):
     folder = forget_checksums(shutil.copytree(clicks.folder, tmp_path / "no_test"))
     prepared = Prepared.open(folder)
