@@ -318,6 +318,13 @@ def test_a_warm_up_that_is_longer_than_the_run_is_named(config_file, capsys):
     assert line.endswith("of 2 steps: learning rates reach 0.001 of what they are; lower it")
 
 
+@pytest.mark.parametrize("section", ["tables", "tables.C1"])
+def test_the_bound_of_a_dynamic_table_is_asked_for_by_its_key(config_file, section):
+    rules = [f"{section}.storage=dynamic", f"{section}.dynamic.capacity=9"]
+    with pytest.raises(ConfigurationError, match=rf"^{section}\.initializer\.bound: .* give {section}\.initializer\.b"):
+        run_training(resolve(config_file, rules))
+
+
 def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tmp_path):
     folder = forget_checksums(shutil.copytree(clicks.folder, tmp_path / "no_test"))
     prepared = Prepared.open(folder)
