@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -260,11 +260,31 @@ def load_model(job: Job, run: RunFolder, verify: bool, *, optimizer_state: bool 
     except KeyError:
         raise RowmeshError(f"the model in {run.model} has no network; rowmesh train writes one") from None
     except (RuntimeError, TypeError) as error:
-        raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {error}") from None
+        what = _unlike(state["network"], job.network.state_dict()) or str(error)
+        raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {what}") from None
     if "linear" in state and job.config.train.linear != "torch" and job.config.train.precision == "float32":
         job.linear.load_state_dict(state["linear"])
     job.embeddings.barrier()
     return state
+
+
+def _unlike(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """In which tensors two states of networks differ, the first by name; "" where only torch knows.
+
+    >>> _unlike({"0.weight": torch.zeros(8, 4), "1.bias": torch.zeros(3)}, {"0.weight": torch.zeros(2, 4)})
+    '0.weight is [8, 4] there and [2, 4] here, and 1 more differs'
+    """
+
+    def shape(state: Mapping[str, Any], name: str) -> str:
+        found = getattr(state.get(name), "shape", None)
+        return "none" if found is None else str(list(found))
+
+    names = [name for name in dict.fromkeys([*saved, *own]) if shape(saved, name) != shape(own, name)]
+    if not names:
+        return ""
+    others = len(names) - 1
+    more = f", and {others} more differ{'s' if others == 1 else ''}" if others else ""
+    return f"{names[0]} is {shape(saved, names[0])} there and {shape(own, names[0])} here{more}"
 
 
 def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: bool) -> list[str]:

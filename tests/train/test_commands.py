@@ -305,8 +305,13 @@ def test_missing_data_and_runs(config_file, tmp_path):
         run_training(resolve(config_file))
     with pytest.raises(RowmeshError, match=r"dim is 4 in the checkpoint and 8 here"):
         run_evaluation(tmp_path / "run", ["tables.dim=8"])
-    with pytest.raises(RowmeshError, match=r"the network in .*model is another; leave model.… as it was trained"):
+    with pytest.raises(
+        RowmeshError, match=r"the network in .*model is another; leave model.… as it was trained"
+    ) as found:
         run_evaluation(tmp_path / "run", ["model.top=[9]"])
+    shapes = r"trained: \S+\.weight is \[\d+, \d+\] there and \[9, \d+\] here, and \d+ more differ"
+    assert re.search(shapes, str(found.value))
+    assert "\n" not in str(found.value)
     shutil.rmtree(tmp_path / "run" / "model")
     with pytest.raises(RowmeshError, match=r"no model in .*did training finish"):
         run_evaluation(tmp_path / "run")
