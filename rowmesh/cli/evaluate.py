@@ -27,7 +27,8 @@ def evaluate(
     overrides
         Keys that replace those the run was trained with, as in `data.folder=elsewhere`.
     split
-        Which split; the run's test split by default.
+        Which split; the run's test split by default. Of a run on raw rows, a file or folder of others, whose name
+        the metrics get.
     other_vocabulary
         Accept data whose ids or dense features have another meaning than those the model was trained on.
     verify

@@ -56,15 +56,15 @@ def recommend(
     from rich.console import Console
 
     from rowmesh.errors import ConfigurationError
+    from rowmesh.files.output import check_output
     from rowmesh.report.printing import show, table_of_numbers, write
+    from rowmesh.train.sequence.recommend import first_user, write_recommended
     from rowmesh.train.sequence.recommend import recommend as rank
-    from rowmesh.train.sequence.recommend import write_recommended
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError("rowmesh recommend is one process; start it without torchrun")
     out = out or user_history.with_name(f"{user_history.name}.top.parquet")
-    if out.exists() and not overwrite:
-        raise ConfigurationError(f"{out} is there already; give --overwrite to replace it, or another --out")
+    check_output(out, read=user_history, overwrite=overwrite)
     done = rank(
         run,
         user_history,
@@ -75,12 +75,15 @@ def recommend(
         max_bad_rows=max_bad_rows,
         verify=verify,
     )
-    write_recommended(done.table, out, overwrite=overwrite)
+    write_recommended(done.table, out)
     console = Console()
     shown = table_of_numbers("user", "rank", "item", "score")
-    for row in done.table.slice(0, top).to_pylist():
+    rows = first_user(done.table)
+    for row in rows:
         shown.add_row(str(row["user"]), str(row["rank"]), str(row["item"]), f"{row['score']:.5f}")
     show(console, shown)
+    if len(rows) < done.table.num_rows:
+        write(console, f"shown     the first user, {len(rows)} of {done.table.num_rows:,} rows; the file has the rest")
     moment = datetime.fromtimestamp(done.at, UTC).isoformat()
     write(console, f"items     {out}: {done.table.num_rows:,} rows, asked for at {moment}")
     for count, what in (

@@ -119,12 +119,13 @@ class Progress(_Display):
         self._total, self._title, self._facts = total, title, list[str]()
         console = Console(file=stream or sys.stdout, quiet=not enabled, highlight=False, soft_wrap=True)
         super().__init__(console, *_columns(console.width), interval_s=interval_s)
-        self._started_s = time.perf_counter()
+        self._first: tuple[int, float] | None = None  # a step that was done, and when; a resumed run begins late
         if self._is_live:
             self._show_step(0)
 
     def advance(self, step: int) -> None:
         """Shows that `step` steps of the run are done, now and then: call it after every step."""
+        self._begin(step)
         if self._is_due or (self._is_live and step == self._total):
             self._show_step(step)
 
@@ -144,12 +145,17 @@ class Progress(_Display):
             self._facts.append(f"{exposed_share:.0%} exposed")
         if hit_rate is not None:
             self._facts.append(f"{hit_rate:.1%} of ids known")
+        self._begin(step)
         if self._is_live or self._is_due or step == self._total:
             self._show_step(step)
 
     def write(self, text: str) -> None:
         """Prints a line above the bar."""
         self._console.print(text, markup=False)
+
+    def _begin(self, step: int) -> None:
+        """Counts time from the first step that is done on: what comes before it, and it alone, says little."""
+        self._first = self._first or (step, time.perf_counter())
 
     def _show_step(self, step: int) -> None:
         self._show(self._title, step, self._total, self._line(step), facts=self._fitting())
@@ -166,10 +172,16 @@ class Progress(_Display):
         return text
 
     def _line(self, step: int) -> str:
-        if self._total is None:
-            return ", ".join([f"{self._title} step {step}", *self._facts])
-        left_s = (time.perf_counter() - self._started_s) / max(step, 1) * (self._total - step)
-        return ", ".join([f"{self._title} step {step}/{self._total}", *self._facts, f"{left_s:.0f} s left"])
+        of = "" if self._total is None else f"/{self._total}"
+        return ", ".join([f"{self._title} step {step}{of}", *self._facts, *self._left(step)])
+
+    def _left(self, step: int) -> list[str]:
+        """The time left, at the speed since the first step; nothing where that is not known."""
+        if self._total is None or self._first is None or step <= self._first[0]:
+            return []
+        first, began_s = self._first
+        left_s = (time.perf_counter() - began_s) / (step - first) * (self._total - step)
+        return [f"{left_s:.0f} s left"]
 
 
 def _bar_width(width: int) -> int:

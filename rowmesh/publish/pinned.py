@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.ops.initialize.cpu import STREAM, initialize_slots
@@ -16,6 +17,8 @@ from rowmesh.publish.generation import Generation, PublishedTable
 from rowmesh.publish.target import Rows
 from rowmesh.tables.dynamic import Missing
 from rowmesh.tables.initializer import table_key
+
+_IDS = "int64 [N]: a list or a NumPy array of whole numbers"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,16 +41,15 @@ class PinnedGeneration:
         """The network's `state_dict()`, on the CPU."""
         return torch.load(io.BytesIO(self.state), map_location="cpu", weights_only=True)
 
-    def look_up(self, table: str, ids: np.ndarray) -> np.ndarray:
+    def look_up(self, table: str, ids: ArrayLike) -> np.ndarray:
         """The vectors of ids; see `PublishedReader.look_up`."""
         if table not in self.generation.tables:
             raise ConfigurationError(
                 f"there is no published table {table!r}; there are {sorted(self.generation.tables)}"
             )
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise DataError(f"ids of table {table!r} must be int64 [N], got {ids.dtype} {list(ids.shape)}")
+        wanted = _int64(table, ids)
         about = self.generation.tables[table]
-        distinct, inverse = np.unique(ids, return_inverse=True)
+        distinct, inverse = np.unique(wanted, return_inverse=True)
         vectors = np.zeros((len(distinct), about.dim), np.float32)
         found = self.rows.look_up(table, distinct, vectors)
         if not found.all():
@@ -68,3 +70,18 @@ class PinnedGeneration:
             places, pieces = np.arange(len(ids), dtype=np.uint32), np.array([(0, 0, 1, 0)], np.int64)
             initialize_slots(vectors, places, np.ascontiguousarray(ids), pieces, streams, about.initializer.name)
         return vectors.numpy()
+
+
+def _int64(table: str, ids: ArrayLike) -> NDArray[np.int64]:
+    """Ids as they are looked up; raises DataError where they are no whole numbers `[N]`, or too large."""
+    try:
+        given = np.asarray(ids)
+    except (TypeError, ValueError, RuntimeError):  # of lists of unlike lengths, or a tensor on a GPU
+        raise DataError(f"ids of table {table!r} must be {_IDS}, got {type(ids).__name__}") from None
+    if given.shape == (0,) and not hasattr(ids, "dtype"):  # [] says nothing of what it would hold
+        return np.empty(0, np.int64)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        raise DataError(f"ids of table {table!r} must be {_IDS}, got {given.dtype} {list(given.shape)}")
+    if given.dtype == np.uint64 and len(given) and given.max() > np.iinfo(np.int64).max:
+        raise DataError(f"ids of table {table!r} must be {_IDS}, got {given.max()}, which int64 does not hold")
+    return given.astype(np.int64, copy=False)

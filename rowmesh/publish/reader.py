@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rowmesh.errors import ConfigurationError, StoreError
 from rowmesh.publish.generation import Generation
@@ -129,19 +130,19 @@ class PublishedReader:
         """The network's `state_dict()`, on the CPU."""
         return self._opened().network()
 
-    def look_up(self, table: str, ids: np.ndarray) -> np.ndarray:
+    def look_up(self, table: str, ids: ArrayLike) -> np.ndarray:
         """The vectors of ids.
 
         Args:
             table: its name.
-            ids: int64 `[N]`; may repeat.
+            ids: int64 `[N]`, or a list or an array of other integers; may repeat.
 
         Returns:
             float32 `[N, D]`.
 
         Raises:
             ConfigurationError: there is no such table.
-            DataError: an id is unknown, where that is an error; or ids are not int64 `[N]`.
+            DataError: an id is unknown, where that is an error; or ids are no integers `[N]`.
             StoreError: the generation was removed meanwhile, and `refresh` finds a newer one; or the store is away; or
                 this is closed.
         """

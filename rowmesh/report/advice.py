@@ -42,6 +42,13 @@ def advise(record: RunRecord, tables: Tables) -> list[Advice]:
 
 
 def _overfits(record: RunRecord, tables: Tables) -> Iterator[Advice]:
+    """The log-loss of the validation split rose after its least, and the model is not that of then."""
+    patience = record.setting("train.patience", 0)
+    if not (isinstance(patience, int) and patience > 0):
+        yield from _rose(record)
+
+
+def _rose(record: RunRecord) -> Iterator[Advice]:
     """The log-loss of the validation split rose after its least."""
     split = str(record.setting("data.validation", "validation"))
     points = record.series("log_loss", split)
@@ -61,7 +68,7 @@ def _still_falls(record: RunRecord, tables: Tables) -> Iterator[Advice]:
     """The training loss of the last tenth is below that of the tenth before, and nothing says that it overfits."""
     losses = [loss for _, loss in record.series("loss")]
     tenth = len(losses) // 10
-    if len(losses) < 2 * FEWEST_LINES or next(_overfits(record, tables), None) is not None:
+    if len(losses) < 2 * FEWEST_LINES or next(_rose(record), None) is not None:
         return
     last, before = fmean(losses[-tenth:]), fmean(losses[-2 * tenth : -tenth])
     if last < before * (1 - STILL_FALLS):

@@ -171,7 +171,7 @@ def read_run(folder: Path) -> RunRecord:
     for line in lines:
         if line.get("kind") != "train":
             evaluations.setdefault(str(line.get("kind")), []).append(line)
-    results = _results(run, str(config.get("data", {}).get("test", "test")), missing)
+    results = _results(run, _tested(config), missing)
     record = RunRecord(
         name=folder.resolve().name,
         folder=run,
@@ -201,6 +201,12 @@ def _absent(record: RunRecord) -> Iterator[str]:
         yield "there is no evaluation: rowmesh evaluate makes one, and curves of it"
     elif old := ", ".join(result.split for result in record.results if result.score_bins is None and result.is_click):
         yield f"evaluation of {old}: no score bins; rowmesh evaluate stores them, for ROC and calibration"
+
+
+def _tested(config: Record) -> str:
+    """What the metrics of the test split are called; of raw rows `data.test` says where these are, not their name."""
+    data = config.get("data", {})
+    return "test" if data.get("source") == "raw" else str(data.get("test", "test"))
 
 
 def _results(run: RunFolder, first: str, missing: list[str]) -> list[Result]:

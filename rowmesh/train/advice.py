@@ -36,6 +36,7 @@ def advice(job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Ev
         trained_steps: when training ended.
         evaluation: of the test split, where there is one.
     """
+    length = "train.steps" if job.config.train.steps else "train.epochs"  # whichever training ends by
     lines = list(_on_losses(job, stopping, trained_steps))
     for number, (name, metrics) in enumerate(evaluation.labels.items() if evaluation is not None else ()):
         of = f" of {name!r}" if len(job.targets) > 1 else ""
@@ -44,7 +45,7 @@ def advice(job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Ev
             continue
         lines += _on_base_rate(job, metrics, name, of)
         if _num_ids(job.clicks, job.config) <= MOST_IDS and job.clicks.schema.weight is None:
-            lines += _on_biases(metrics, _bias_auc(job, number), of)
+            lines += _on_biases(metrics, _bias_auc(job, number), of, length)
     return [f"warning   {line}" for line in lines]
 
 
@@ -89,12 +90,16 @@ def _on_losses(job: Job, stopping: EarlyStopping, trained_steps: int) -> Iterato
 def _on_base_rate(job: Job, metrics: Metrics, label: str, of: str) -> Iterator[str]:
     if not metrics.normalized_entropy >= 1:
         return
+    length, train = "", job.config.train
+    if not train.patience:
+        steps = f"change train.steps ({train.steps}) or " if train.steps else ""
+        length = f"{steps}give train.patience so that training stops in time, "
     rate, config = job.data.splits[job.config.data.train].mean(label), job.config
     yield (
         f"the model predicts{of} worse than the base rate alone (normalized entropy "
         f"{metrics.normalized_entropy:.4f}, 1 or more); lower optimizer.lr ({config.optimizer.lr:g}) or "
-        f"tables.optimizer.lr ({config.tables.optimizer.lr:g}), leave out train.epochs so that training stops "
-        f"in time, and see whether the test split is like the training split: positive rates are "
+        f"tables.optimizer.lr ({config.tables.optimizer.lr:g}), {length}"
+        f"and see whether the test split is like the training split: positive rates are "
         f"{metrics.base_rate:.4f} and {rate:.4f}, and {_rarest(job)}"
     )
 
@@ -107,11 +112,11 @@ def _rarest(job: Job) -> str:
     return f"{share:.0%} of the test split's ids of {table.name!r} are rare or unseen in training"
 
 
-def _on_biases(metrics: Metrics, auc: float, of: str) -> Iterator[str]:
+def _on_biases(metrics: Metrics, auc: float, of: str, length: str) -> Iterator[str]:
     if auc > metrics.auc + LEAST_LEAD:
         yield (
             f"one number for each id, without any interaction, reaches AUC {auc:.5f}, and the model{of} "
-            f"{metrics.auc:.5f}; train longer or with other rates (leave out data.batch_size, train.epochs and the "
+            f"{metrics.auc:.5f}; train longer or with other rates (leave out data.batch_size, {length} and the "
             "learning rates to have them chosen), and look at the scale of dense features"
         )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rowmesh.train.section import AUTO, Auto, Count, Folder, Positive, Section
 
@@ -44,3 +44,13 @@ class CheckpointConfig(Section):
     def is_on(self) -> bool:
         """Whether there are any."""
         return bool(self.every_steps or self.every_minutes)
+
+    @model_validator(mode="after")
+    def _is_of_some(self) -> Self:
+        given = [key for key in ("asynchronous", "incremental") if getattr(self, key)]
+        if given and not self.is_on:
+            raise ValueError(
+                f"{', '.join(given)}: there are no checkpoints without every_steps or every_minutes; give one of them, "
+                "or leave it out"
+            )
+        return self

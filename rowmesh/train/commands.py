@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.publications import Publications
-from rowmesh.train.raw import forms_metadata, remember_forms
+from rowmesh.train.raw import evaluation_name, forms_metadata, remember_forms
 from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
@@ -132,7 +132,8 @@ def run_training(
         publications.write_last(trainer.step, claim.log)
         if mesh.rank == 0:
             remove_best(begun, run)
-        metrics = _evaluate(job, run, job.task.tested) if job.task.tested else None
+        tested = job.task.tested
+        metrics = _evaluate(job, run, tested, evaluation_name(config.data, tested)) if tested else None
         _write(mesh, *job.task.advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
@@ -191,7 +192,7 @@ def run_evaluation(
             load_model(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _write(mesh, *describe(job), f"model     {run.model}, {model_text(manifest.metadata)}")
-            metrics = _evaluate(job, run, split)
+            metrics = _evaluate(job, run, split, evaluation_name(trained.data, split))
             _end(mesh, run, at_end)
             return metrics
 
@@ -262,11 +263,31 @@ def load_model(job: Job, run: RunFolder, verify: bool, *, optimizer_state: bool 
     except KeyError:
         raise RowmeshError(f"the model in {run.model} has no network; rowmesh train writes one") from None
     except (RuntimeError, TypeError) as error:
-        raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {error}") from None
+        what = _unlike(state["network"], job.network.state_dict()) or str(error)
+        raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {what}") from None
     if "linear" in state and job.config.train.linear != "torch" and job.config.train.precision == "float32":
         job.linear.load_state_dict(state["linear"])
     job.embeddings.barrier()
     return state
+
+
+def _unlike(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """In which tensors two states of networks differ, the first by name; "" where only torch knows.
+
+    >>> _unlike({"0.weight": torch.zeros(8, 4), "1.bias": torch.zeros(3)}, {"0.weight": torch.zeros(2, 4)})
+    '0.weight is [8, 4] there and [2, 4] here, and 1 more differs'
+    """
+
+    def shape(state: Mapping[str, Any], name: str) -> str:
+        found = getattr(state.get(name), "shape", None)
+        return "none" if found is None else str(list(found))
+
+    names = [name for name in dict.fromkeys([*saved, *own]) if shape(saved, name) != shape(own, name)]
+    if not names:
+        return ""
+    others = len(names) - 1
+    more = f", and {others} more differ{'s' if others == 1 else ''}" if others else ""
+    return f"{names[0]} is {shape(saved, names[0])} there and {shape(own, names[0])} here{more}"
 
 
 def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: bool) -> list[str]:
@@ -282,12 +303,12 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: 
     )
 
 
-def _evaluate(job: Job, run: RunFolder, split: str) -> Evaluation:
+def _evaluate(job: Job, run: RunFolder, split: str, name: str) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
-    num_batches, name = job.task.num_evaluation_batches(split), split if split in job.data.splits else "test"
+    num_batches = job.task.num_evaluation_batches(split)
     with Progress(num_batches, title=name, enabled=job.mesh.rank == 0) as progress:
         metrics = job.task.evaluate(job, split, progress.advance)
-    _write(job.mesh, *job.task.results(split, metrics))
+    _write(job.mesh, *job.task.results(name, metrics))
     record: dict[str, Any] = {"split": name, "data": job.data.place if name == split else split, **metrics.as_file()}
     record |= {"planted_optimum": job.task.optimum(split)}
     doing = f"writing the metrics of {name}"

@@ -215,6 +215,14 @@ class ScheduleConfig(Section):
     warmup_steps: Count = 0
     final: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] = 0.0
 
+    @model_validator(mode="after")
+    def _falls_to_final(self) -> Self:
+        if self.final and self.name == "constant":
+            raise ValueError(
+                f"final={self.final:g}: constant does not fall; give name=linear or cosine, or leave it out"
+            )
+        return self
+
 
 class TrainConfig(Section):
     """How long, how often, from which seed.
@@ -344,6 +352,17 @@ class PipelineConfig(Section):
     verify: bool = False
     trace: bool = False
 
+    @model_validator(mode="after")
+    def _cuts_batches(self) -> Self:
+        fields = type(self).model_fields
+        given = [key for key in ("sizes", "clustering") if getattr(self, key) != fields[key].default]
+        if given and self.micro_batches == 1:
+            raise ValueError(
+                f"{', '.join(given)}: of micro-batches, and micro_batches=1 leaves batches whole; give micro_batches, "
+                "or leave it out"
+            )
+        return self
+
     @property
     def is_off(self) -> bool:
         """Whether steps are done in turn, whole."""
@@ -418,6 +437,16 @@ class Config(Section):
     tiers: TiersConfig = TiersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     publish: PublishConfig = PublishConfig()
+
+    @model_validator(mode="after")
+    def _has_tiers(self) -> Self:
+        tables = (self.tables, *self.tables.overridden.values())
+        if self.tiers.folder and not any(table.storage == "tiered" for table in tables):
+            raise ValueError(
+                f"tiers.folder={self.tiers.folder!r} is of tiered tables, and there are none; give "
+                "tables.storage=tiered, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_clip(self) -> Self:

@@ -22,7 +22,10 @@ def explain(error: ValidationError, values: dict[str, Any]) -> str:
         inherited = detail["type"] != "missing" and not _is_written(values, key)
         if not inherited:  # a default of all tables is reported once, where it stands
             mistakes.setdefault(key, []).append(_reason(key, detail))
-    lines = [f"{'.'.join(key)}: {' or '.join(dict.fromkeys(reasons))}" for key, reasons in mistakes.items()]
+    found = [(".".join(key), " or ".join(dict.fromkeys(reasons))) for key, reasons in mistakes.items()]
+    lines = [
+        f"{key}: {reason}" if key else reason for key, reason in found
+    ]  # of several sections: the reason names them
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} mistakes", *lines])
 
 

@@ -17,8 +17,9 @@ from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.reader import Block, read_blocks, total_size
 from rowmesh.data.schema import ScoringSchema
-from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.files.atomic import replacing_file
+from rowmesh.files.output import check_output
 from rowmesh.train.finished import FinishedRun
 from rowmesh.train.trained_model import TrainedModel, load_finished
 
@@ -118,12 +119,7 @@ def predict(
 def _check_arguments(file: Path, out: Path, keep: Sequence[str], max_bad_rows: int, overwrite: bool) -> None:
     if not file.is_file():
         raise DataError(f"{file}: no such file")
-    if out.exists() and file.samefile(out):
-        raise ConfigurationError(f"--out {out} is the file to read; name another")
-    if out.is_file() and not overwrite:
-        raise RowmeshError(f"{out} is there; name another file with --out, or replace it with --overwrite")
-    if not out.parent.is_dir():
-        raise RowmeshError(f"{out.parent}: no such folder; make it, or name another file with --out")
+    check_output(out, read=file, overwrite=overwrite)
     if max_bad_rows < 0:
         raise ConfigurationError(f"max_bad_rows must be 0 or more, got {max_bad_rows}")
     if len(set(keep)) < len(keep):

@@ -79,14 +79,16 @@ class Publications:
             StoreError: it cannot be, and `publish.on_failure` is "stop".
         """
         self._tried = step
-        self._attempt(step, log, lambda: step > self._before)
+        self._attempt(step, log, lambda: step > self._before, otherwise="training goes on")
 
     def write_last(self, step: int, log: Log) -> None:
         """Publishes the model that the run keeps, unless readers have it. As `write`."""
         if self._config.is_on:
-            self._attempt(step, log, lambda: step != self._published)
+            kept = "the model of the run is written, and readers keep what was published before"
+            self._attempt(step, log, lambda: step != self._published, otherwise=kept)
 
-    def _attempt(self, step: int, log: Log, is_wanted: Callable[[], bool]) -> None:
+    def _attempt(self, step: int, log: Log, is_wanted: Callable[[], bool], *, otherwise: str) -> None:
+        """Publishes what is wanted; where that fails, and the run does not end by it, `otherwise` says what holds."""
         started_s = time.perf_counter()
         try:
             publisher = self._publisher or self._open(log)
@@ -97,7 +99,7 @@ class Publications:
             text = f"what step {step:,} left cannot be published: {error}"
             if self._config.on_failure == "stop":
                 raise StoreError(f"{text} (publish.on_failure is stop)") from error
-            log(f"{text}; training goes on")
+            log(f"{text}; {otherwise}")
         else:
             self._published = step
             what = "all rows" if generation.is_whole else "what changed"

@@ -18,10 +18,11 @@ from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
-from rowmesh.train.config import chosen
+from rowmesh.train.config import ScheduleConfig, chosen
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, binary_entropy
+from rowmesh.train.schedule import factor
 from rowmesh.train.targets import Target, is_click
 from rowmesh.train.value_metrics import ValueMetrics
 
@@ -64,7 +65,8 @@ def describe_training(job: Job, total_steps: int | None) -> list[str]:
     ]
     if not isinstance(job.data, RawData) and data.test not in job.data.splits:
         facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
-    return [f"{name:<10}{text}" for name, text in facts]
+    lines = [f"{name:<10}{text}" for name, text in facts]
+    return lines + _warn_of_warmup(job.config.schedule, total_steps)
 
 
 def _steps(job: Job, total_steps: int | None) -> str:
@@ -73,6 +75,20 @@ def _steps(job: Job, total_steps: int | None) -> str:
         until = "for ever" if job.data.follow else "until there are no more rows"
         return f"{until if total_steps is None else f'{total_steps:,} at most'}, {size}"
     return f"{total_steps:,} {size}, {job.config.train.epochs} epoch(s) at most"
+
+
+def _warn_of_warmup(schedule: ScheduleConfig, total_steps: int | None) -> list[str]:
+    """A line where training ends before its learning rates are reached.
+
+    >>> _warn_of_warmup(ScheduleConfig(warmup_steps=5000), 100)
+    ['warning   schedule.warmup_steps=5,000 of 100 steps: learning rates reach 0.02 of what they are; lower it']
+    """
+    if total_steps is None or not 0 < total_steps < schedule.warmup_steps:
+        return []
+    return [
+        f"{'warning':<10}schedule.warmup_steps={schedule.warmup_steps:,} of {total_steps:,} steps: learning rates "
+        f"reach {factor(schedule, total_steps - 1, total_steps):.2g} of what they are; lower it"
+    ]
 
 
 def click_loss(job: Job) -> str:

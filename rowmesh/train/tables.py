@@ -16,7 +16,7 @@ from rowmesh.suggest import hint
 from rowmesh.tables import Dynamic, TableSpec, TensorTrain
 from rowmesh.tables.initializer import INITIALIZERS
 from rowmesh.train.section import AUTO
-from rowmesh.train.table_config import DynamicConfig, TablesConfig, TensorTrainConfig
+from rowmesh.train.table_config import DynamicConfig, InitializerConfig, TablesConfig, TensorTrainConfig
 from rowmesh.train.table_data import TableData
 
 
@@ -109,6 +109,11 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[
     is_cored = config.storage == "tensor_train" or (
         config.storage == "auto" and num_rows >= (config.tensor_train.min_rows or num_rows + 1)
     )
+    dynamic = None
+    if config.storage == "dynamic":
+        dynamic = _dynamic(_key(tables, name, "dynamic"), config.dynamic)
+        of_all = (config.storage, config.initializer) == (tables.storage, tables.initializer)
+        _check_bound("tables.initializer" if of_all else f"tables.{name}.initializer", config.initializer)
     try:
         return TableSpec(
             name=name,
@@ -122,7 +127,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
             storage="tensor_train" if is_cored else "dense" if config.storage == "auto" else config.storage,
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
-            dynamic=_dynamic(_key(tables, name, "dynamic"), config.dynamic) if config.storage == "dynamic" else None,
+            dynamic=dynamic,
             frozen=config.frozen,
         )
     except TypeError as error:
@@ -151,6 +156,15 @@ def update_rule(name: str, tables: TablesConfig, is_cored: bool) -> UpdateRule:
             f'tables.tensor_train.optimizer without it, or tables.{name}.storage = "dense"'
         )
     return rule
+
+
+def _check_bound(key: str, config: InitializerConfig) -> None:
+    """Raises ConfigurationError where a dynamic table would begin with rows of a bound that it does not have."""
+    if config.name == "uniform" and config.bound is None:
+        raise ConfigurationError(
+            f"{key}.bound: the default 1/√num_rows is of a number of rows, which dynamic tables do not have; give "
+            f'{key}.bound = 0.01, say, or {key}.name = "normal" with {key}.std'
+        )
 
 
 def _tensor_train(config: TensorTrainConfig) -> TensorTrain:

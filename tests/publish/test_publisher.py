@@ -189,8 +189,20 @@ def test_unknown_ids(url):
         PublishedReader(target, missing="error").look_up("user", ids)
     with pytest.raises(ConfigurationError, match=r"no published table 'item'; there are \['user'\]"):
         reader.look_up("item", ids)
-    with pytest.raises(DataError, match=r"must be int64 \[N\], got float64"):
-        reader.look_up("user", ids / 2)
+    for others in ([-5, 10, 10], (-5, 10, 10), ids.astype(np.int32), torch.from_numpy(ids)):
+        assert reader.look_up("user", others).tolist() == reader.look_up("user", ids).tolist()
+    assert reader.look_up("user", []).shape == (0, 4)
+    for wrong, got in (
+        (ids / 2, r"float64 \[3\]"),
+        ([[1], [2]], r"int64 \[2, 1\]"),
+        ([[1], [2, 3]], "list"),
+        (["7"], "<U1"),
+        ([True], "bool"),
+        (np.array([2**63], np.uint64), str(2**63)),
+        (7, r"int64 \[\]"),
+    ):
+        with pytest.raises(DataError, match=rf"must be int64 \[N\]: a list or a NumPy array .*, got {got}"):
+            reader.look_up("user", wrong)
     target.close()
 
 

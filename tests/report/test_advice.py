@@ -70,6 +70,15 @@ def test_a_rule_finds_what_is_wrong_with_numbers(calm, title, changes, evidence,
         assert action in advice.action
 
 
+def test_a_run_that_kept_its_best_model_does_not_overfit(calm):
+    rising, patient = validation(0.5, 0.45, 0.46), {"train": {"patience": 4}}
+    assert not advise(replace(calm, evaluations=rising, config=patient), NOTHING)
+    falling = replace(calm, evaluations=rising, config=patient, train=FALLING)
+    assert not advise(falling, NOTHING), "longer would be worse, although the training loss still falls"
+    (advice,) = advise(replace(calm, evaluations=rising, config={"train": {"patience": 0}}), NOTHING)
+    assert advice.title == "The model overfits"
+
+
 def test_idle_cores(calm):
     slow = lines(**stages(network=9.0))
     threads = {"torch": {"threads": 1}, "hardware": {"usable threads": 8}}

@@ -24,6 +24,10 @@ def test_worse_than_the_base_rate(warned):
     found = warned("optimizer.lr=0.3", "train.epochs=5")
     assert any("worse than the base rate alone (normalized entropy" in line for line in found)
     assert any("lower optimizer.lr (0.3)" in line and "rare or unseen in training" in line for line in found)
+    assert any("give train.patience so that training stops in time, and see" in line for line in found)
+    (line,) = [line for line in warned("optimizer.lr=0.3", "train.steps=3") if "the base rate alone" in line]
+    assert "change train.steps (3) or give train.patience so that" in line
+    assert "train.epochs" not in line
 
 
 def test_overfitting_is_said_where_nothing_prevents_it(warned):
@@ -57,5 +61,6 @@ def test_biases_of_ids_are_a_floor(tmp_path, warned):
     best = (held_out[0][:, None] > held_out[1][None]).mean()
     assert bias_auc(data, "train", "test") == pytest.approx(best, abs=0.01)
     found = warned(f"data.folder={data.folder}", "train.steps=1")
-    assert any("one number for each id, without any interaction, reaches AUC" in line for line in found)
+    (line,) = [line for line in found if "one number for each id, without any interaction, reaches AUC" in line]
+    assert "leave out data.batch_size, train.steps and the learning rates" in line
     assert not warned(f"data.folder={data.folder}", "train.epochs=10", "optimizer.lr=0.005")

@@ -305,11 +305,29 @@ def test_missing_data_and_runs(config_file, tmp_path):
         run_training(resolve(config_file))
     with pytest.raises(RowmeshError, match=r"dim is 4 in the checkpoint and 8 here"):
         run_evaluation(tmp_path / "run", ["tables.dim=8"])
-    with pytest.raises(RowmeshError, match=r"the network in .*model is another; leave model.… as it was trained"):
+    with pytest.raises(
+        RowmeshError, match=r"the network in .*model is another; leave model.… as it was trained"
+    ) as found:
         run_evaluation(tmp_path / "run", ["model.top=[9]"])
+    shapes = r"trained: \S+\.weight is \[\d+, \d+\] there and \[9, \d+\] here, and \d+ more differ"
+    assert re.search(shapes, str(found.value))
+    assert "\n" not in str(found.value)
     shutil.rmtree(tmp_path / "run" / "model")
     with pytest.raises(RowmeshError, match=r"no model in .*did training finish"):
         run_evaluation(tmp_path / "run")
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_named(config_file, capsys):
+    run_training(resolve(config_file, ["train.steps=2", "schedule.warmup_steps=2000"]))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "schedule.warmup_steps" in line]
+    assert line.endswith("of 2 steps: learning rates reach 0.001 of what they are; lower it")
+
+
+@pytest.mark.parametrize("section", ["tables", "tables.C1"])
+def test_the_bound_of_a_dynamic_table_is_asked_for_by_its_key(config_file, section):
+    rules = [f"{section}.storage=dynamic", f"{section}.dynamic.capacity=9"]
+    with pytest.raises(ConfigurationError, match=rf"^{section}\.initializer\.bound: .* give {section}\.initializer\.b"):
+        run_training(resolve(config_file, rules))
 
 
 def test_without_a_test_split_a_run_ends_without_metrics(config_file, clicks, tmp_path):

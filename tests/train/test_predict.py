@@ -169,7 +169,7 @@ def test_the_command_keeps_columns_and_quarantines_bad_rows(lines, tmp_path, cap
     assert found["request"].to_pylist() == [f"r{number}" for number in good]
     assert set(found["clicked"].to_pylist()) == {"0", "1"}
     np.testing.assert_allclose(found["score"].to_numpy(), evaluated(run)[good], rtol=1e-6)
-    with pytest.raises(RowmeshError, match=r"is there; name another file with --out, or replace it with --overwrite"):
+    with pytest.raises(RowmeshError, match=r"is there already; name another .*, or replace it with --overwrite"):
         predict(run, file, tmp_path / "rows.gz.scores.parquet")
     with pytest.raises(DataError, match=rf"1 bad rows, more than the 0 allowed; the first:\n  {file}:{3 + first}: "):
         predict(run, file, tmp_path / "none.parquet", max_bad_rows=0)

@@ -13,6 +13,7 @@ from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.raw import ids_of
 from rowmesh.dynamic.reference import ReferenceShards
 from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.report.run_record import read_run
 from rowmesh.tables import Dynamic
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
@@ -59,6 +60,27 @@ def test_a_finished_run_is_evaluated_on_other_rows(config_file, tmp_path, comman
     done = command(["evaluate", str(tmp_path / "run"), "--split", str(tmp_path / "test")], ranks=2)
     assert done.status == 0, done.err
     assert "test: 100 samples" in done.out
+
+
+def test_metrics_of_other_rows_do_not_replace_those_of_the_test(config_file, tmp_path, command):
+    run, days = tmp_path / "run", tmp_path / "days"
+    for folder in (days, days / "test"):
+        folder.mkdir()
+        write_rows(folder / "friday.csv", 5, 50)
+    assert command(["train", str(config_file), *TABLES, f"data.test={tmp_path / 'test'}"], ranks=1).status == 0
+    before = (run / "evaluation" / "test.json").read_bytes()
+    for place in (days / "friday.csv", days / "test"):
+        done = command(["evaluate", str(run), "--split", str(place)], ranks=1)
+        assert done.status == 0, done.err
+    assert (run / "evaluation" / "test.json").read_bytes() == before
+    found = [json.loads((run / "evaluation" / f"{name}.json").read_text()) for name in ("friday.csv", "days-test")]
+    assert [each["split"] for each in found] == ["friday.csv", "days-test"]
+    assert [each["data"] for each in found] == [str(days / "friday.csv"), str(days / "test")]
+    assert [result.split for result in read_run(run).results] == ["test", "days-test", "friday.csv"]
+    assert "AUC, test" in (run / "report.html").read_text()
+    done = command(["evaluate", str(run), "--split", str(tmp_path / "rows" / ".." / "test")], ranks=1)
+    assert done.status == 0, done.err
+    assert len(list((run / "evaluation").iterdir())) == 3, "the run's own test, by another way"
 
 
 def test_a_followed_folder_is_trained_on_to_its_end(config_file, tmp_path, command):

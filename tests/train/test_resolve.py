@@ -28,7 +28,9 @@ def test_two_lines_are_enough(write):
 
 def test_overrides_win_and_are_typed(write):
     path = write(MINIMAL + "[train]\nepochs = 3\n")
-    config = resolve(path, ["train.epochs=5", "model.top=[8]", "run.folder=out/x", "schedule.final=1e-1"])
+    config = resolve(
+        path, ["train.epochs=5", "model.top=[8]", "run.folder=out/x", "schedule.name=linear", "schedule.final=1e-1"]
+    )
     assert config.train.epochs == 5
     assert config.model.top == [8]
     assert config.run.folder == "out/x"
@@ -118,6 +120,32 @@ def test_mistakes_name_the_key_and_the_way_out(write, override, message):
     with pytest.raises(ConfigurationError) as error:
         resolve(write(MINIMAL), [override])
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "other", "message"),
+    [
+        (
+            "checkpoint.asynchronous=true",
+            "checkpoint.every_steps=9",
+            "checkpoint: asynchronous: there are no checkpoints",
+        ),
+        ("checkpoint.incremental=3", "checkpoint.every_minutes=0.5", "incremental: there are no checkpoints without"),
+        ("schedule.final=0.1", "schedule.name=cosine", "schedule: final=0.1: constant does not fall; give name=linear"),
+        ("pipeline.clustering=greedy", "pipeline.micro_batches=2", "pipeline: clustering: of micro-batches, and"),
+        ("pipeline.sizes=light_ends", "pipeline.micro_batches=auto", "pipeline: sizes: of micro-batches, and"),
+        ("tiers.folder=rows", "tables.storage=tiered", ": tiers.folder='rows' is of tiered tables, and there are none"),
+        ("tiers.folder=rows", "tables.C3.storage=tiered", ": tiers.folder='rows' is of tiered tables"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(write, tmp_path, override, other, message):
+    path = write(MINIMAL)
+    with pytest.raises(ConfigurationError) as error:
+        resolve(path, [override])
+    assert message in str(error.value)
+    assert ": : " not in str(error.value)
+    (tmp_path / "resolved.toml").write_text(to_toml(resolve(path, [other])))  # all other keys at their defaults
+    resolve(tmp_path / "resolved.toml", [override])
 
 
 def test_every_mistake_is_reported_once(write):

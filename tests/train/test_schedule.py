@@ -11,7 +11,8 @@ NAMES = st.sampled_from(["constant", "linear", "cosine"])
 
 @given(NAMES, st.integers(0, 30), st.floats(0, 1), st.integers(1, 60))
 def test_rises_then_falls_to_final(name, warmup, final, total):
-    schedule = ScheduleConfig(name=name, warmup_steps=warmup, final=final)
+    falls = {} if name == "constant" else {"final": final}
+    schedule = ScheduleConfig(name=name, warmup_steps=warmup, **falls)
     factors = [factor(schedule, step, total) for step in range(total)]
     rise, fall = factors[:warmup], factors[warmup:]
     assert rise == sorted(rise)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +40,8 @@ from rowmesh.train.trained_model import for_one_process
 
 USERS = 512
 """Users that are scored at a time."""
+SHOWN = 10
+"""Rows that are printed."""
 _SECOND = 1_000_000
 
 
@@ -143,10 +145,18 @@ def recommend(
     )
 
 
-def write_recommended(table: pa.Table, out: Path, *, overwrite: bool) -> None:
+def first_user(table: pa.Table) -> list[dict[str, Any]]:
+    """The best rows of the first user in a table of `recommend`, at most SHOWN: to be looked at.
+
+    >>> first_user(pa.table({"user": ["u7", "u7", "u1"], "rank": [1, 2, 1]}))
+    [{'user': 'u7', 'rank': 1}, {'user': 'u7', 'rank': 2}]
+    """
+    rows = table.slice(0, SHOWN).to_pylist()
+    return [row for row in rows if row["user"] == rows[0]["user"]]
+
+
+def write_recommended(table: pa.Table, out: Path) -> None:
     """Writes a Parquet file, whole or not at all."""
-    if out.exists() and not overwrite:
-        raise RowmeshError(f"{out} is there already; give --overwrite to replace it, or another --out")
     with replacing_file(out) as sink:
         pq.write_table(table, sink)
 

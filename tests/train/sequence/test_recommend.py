@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -57,7 +59,23 @@ def test_later_and_unknown_events_are_left_out_and_counted(run, events, tmp_path
     assert f"left out  {int((events.times > at).sum()):,} events after that time" in out
     assert "left out  1 events of items that the training did not have" in out
     assert "nothing   for" in out
+    table = pq.read_table(f"{file}.top.parquet")
+    first = table["user"][0].as_py()
+    shown = re.findall(r"^\W*(u\d+)\W+(\d+)\W", out, re.MULTILINE)
+    assert shown == [(first, str(rank)) for rank in (1, 2, 3)]
+    assert f"shown     the first user, 3 of {table.num_rows:,} rows; the file has the rest" in out
     assert set(pq.read_table(f"{file}.top.parquet").column_names) == {"user", "rank", "item", "score"}
     with pytest.raises(SystemExit):
         main(main_at)
     assert "is there already" in capsys.readouterr().err
+
+
+def test_the_histories_are_never_replaced_by_the_recommendations(run, events, tmp_path, capsys):
+    file = history(events, tmp_path / "all.csv")
+    before, link = file.read_bytes(), tmp_path / "link.csv"
+    link.symlink_to(file)
+    for out in (file, link):
+        with pytest.raises(SystemExit):
+            main(["recommend", str(run), "--user-history", str(file), "--out", str(out), "--overwrite"])
+        assert f"--out {out} is the file to read" in capsys.readouterr().err.replace("\n", " ")
+    assert file.read_bytes() == before
