@@ -1,5 +1,8 @@
 """What other dynamic tables got wrong, each with a test that fails where we do."""
 
+import contextlib
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ import torch
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, NoRoomError, PeerError
+from rowmesh.exchange.route import Route
 from rowmesh.mesh import Mesh
 from rowmesh.optim import SGD, Adam
 from rowmesh.pipeline import Pipeline
@@ -68,6 +72,23 @@ def test_ids_without_room_are_an_error_everywhere_and_change_nothing(ranks):
         assert "raise capacity from 4 to 6" in message
         assert torch.equal(after[0], initial_row(item(capacity=4), 0) - 1)
         assert known == [True, False, False]
+
+
+def num_routes():
+    return sum(type(each) is Route for each in gc.get_objects())
+
+
+def test_a_batch_without_room_gives_its_buffers_back_at_once():
+    embeddings = made(capacity=4, shards=1)
+    gc.collect()
+    before = num_routes()
+    gc.disable()  # an error that a frame of its traceback refers to would keep the route until the next collection
+    try:
+        with contextlib.suppress(NoRoomError):
+            embeddings(bags(range(6)))
+        assert num_routes() == before
+    finally:
+        gc.enable()
 
 
 def test_a_new_id_inherits_nothing_of_the_evicted_one():
