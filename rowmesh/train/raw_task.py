@@ -115,7 +115,7 @@ class RawTask(LabelledTask[RawData]):
 
     def results(self, split: str, evaluation: Evaluation) -> list[str]:
         """Beside the base rate."""
-        return results("test", evaluation, None)
+        return results(split, evaluation, None)
 
     def optimum(self, split: str) -> None:
         """Not known."""
