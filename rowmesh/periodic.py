@@ -26,6 +26,7 @@ from rowmesh.turns import end_turn, take_turn, wait_for_those_before
 
 logger = logging.getLogger("rowmesh")
 FINDING = "looking for checkpoints"
+_ADVICE = "end it (its `with` block, or close()), or give this one a folder of its own"
 
 
 class Checkpoints:
@@ -34,7 +35,7 @@ class Checkpoints:
     Collective: every rank makes one, with the same arguments, and calls the same methods after the same steps, with
     nothing of a pipeline under way. All ranks must see the folder. It has a folder a checkpoint, named by its step,
     which `rowmesh checkpoint list | verify | show | compact` and `rowmesh.load` read. From `resume` or the first
-    checkpoint until the end of the block no other loop or run may write there.
+    checkpoint until the end of the block, or `close`, no other loop or run may write there.
 
     Args:
         folder: of the checkpoints, and of nothing else.
@@ -101,8 +102,15 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Where the loop ended well, one that is being written is waited for; else it is dropped."""
+        self._end(is_well=error is None)
+
+    def close(self) -> None:
+        """Ends it where there is no `with` block: waits as `wait` does, and others may write to the folder."""
+        self._end(is_well=True)
+
+    def _end(self, *, is_well: bool) -> None:
         try:
-            if error is None:
+            if is_well:
                 self.wait()
         finally:
             end_turn(self._parts.tables.collections)
@@ -246,7 +254,7 @@ class Checkpoints:
         if self._leave is None or not self._leave.alive:
             with ExitStack() as claim:
                 try:
-                    claim.enter_context(self._series.held("give this one a folder of its own"))
+                    claim.enter_context(self._series.held(_ADVICE))
                 except OSError as error:
                     raise CheckpointError(f"cannot write in {self._series.folder}: {described(error)}") from error
                 self._leave = finalize(self, claim.pop_all().close)  # also where no block ends

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
+
+_NAME = "_written_beside_training"
+"""Of an attribute of the collection: what writes refers to it, and a table of both would never let go of them."""
 
 
 class _Awaited(Protocol):
     def wait(self) -> object: ...
 
 
-_under_way: WeakKeyDictionary[object, _Awaited] = WeakKeyDictionary()
-
-
-def wait_for_those_before(collections: Iterable[object]) -> None:
+def wait_for_those_before(collections: Iterable[Any]) -> None:
     """Waits until nothing of these is being written beside training. Collective.
 
     Raises:
         CheckpointError: it could not be.
     """
-    for before in filter(None, [_under_way.pop(each, None) for each in collections]):
+    for before in filter(None, [vars(each).pop(_NAME, None) for each in collections]):
         before.wait()
 
 
-def take_turn(collections: Iterable[object], saving: _Awaited) -> None:
+def take_turn(collections: Iterable[Any], saving: _Awaited) -> None:
     """Says that these are being written: whoever is next waits for it."""
-    _under_way.update(dict.fromkeys(collections, saving))
+    for each in collections:
+        vars(each)[_NAME] = saving
 
 
-def end_turn(collections: Iterable[object]) -> None:
+def end_turn(collections: Iterable[Any]) -> None:
     """Says that these are being written no more."""
     for each in collections:
-        _under_way.pop(each, None)
+        vars(each).pop(_NAME, None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -233,6 +235,25 @@ def test_a_second_loop_is_kept_out_until_the_first_ends(tmp_path):
         checkpoints.resume()
         assert checkpoints.last == 2
     assert [path.name for path in (tmp_path / "series").iterdir()] == ["step-000000002"]
+
+
+def test_an_asynchronous_loop_without_a_block_lets_go_of_everything(tmp_path):
+    table = one_table()
+    checkpoints = Checkpoints(tmp_path / "series", {"tables": table}, asynchronous=True)
+    checkpoints.resume()
+    checkpoints.write(1)
+    checkpoints.close()
+    with Checkpoints(tmp_path / "series", {"tables": one_table()}) as others:
+        others.resume()
+        assert others.last == 1
+    checkpoints = Checkpoints(tmp_path / "other", {"tables": table}, asynchronous=True)
+    checkpoints.write(1)
+    kept = weakref.ref(table)
+    while checkpoints._writer.under_way is not None and not checkpoints._writer.is_done:
+        time.sleep(0.01)
+    del checkpoints, table
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_loop_that_writes_nothing_leaves_no_folder(tmp_path):

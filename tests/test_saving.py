@@ -531,3 +531,29 @@ def test_what_is_written_can_be_read(tmp_path):
     values |= {"size": torch.Size([2]), "dtype": torch.float32, "device": torch.device("cpu")}
     rowmesh.save(tmp_path / "model", {"embeddings": embeddings, **values})
     assert rowmesh.load(tmp_path / "model", {"embeddings": embeddings}) == values
+
+
+def test_learning_rates_are_those_of_their_tables_in_any_order(tmp_path):
+    def made(names):
+        rules = {"a": SGD(lr=1.0), "b": SGD(lr=0.001)}
+        tables = [TableSpec(name=n, num_rows=4, dim=4 if n == "a" else 8, optimizer=rules[n]) for n in names]
+        embeddings = EmbeddingCollection(tables)
+        return embeddings, EmbeddingOptimizer(embeddings)
+
+    embeddings, optimizer = made("ab")
+    rowmesh.save(tmp_path / "model", {"tables": embeddings, "optimizer": optimizer})
+    others, optimizer = made("ba")
+    rowmesh.load(tmp_path / "model", {"tables": others, "optimizer": optimizer})
+    assert {group["tables"][0]: group["lr"] for group in optimizer_tables(optimizer, others)} == {"a": 1.0, "b": 0.001}
+
+
+def optimizer_tables(optimizer, embeddings):
+    groups = zip(embeddings.groups, optimizer.param_groups, strict=True)
+    return [{"tables": [table.name for table in group.tables], "lr": each["lr"]} for group, each in groups]
+
+
+@pytest.mark.parametrize("name", [".hidden", "../up", "a/b", "%2E"])
+def test_any_name_of_a_table_is_written_and_read(tmp_path, name):
+    embeddings = EmbeddingCollection([TableSpec(name=name, num_rows=4, dim=4)])
+    rowmesh.save(tmp_path / "model", {"tables": embeddings})
+    rowmesh.load(tmp_path / "model", {"tables": embeddings})

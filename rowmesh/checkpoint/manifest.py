@@ -339,8 +339,13 @@ def step_name(step: int) -> str:
 
 
 def file_name(table: str, rank: int, kind: str) -> str:
-    """A file name for any table name."""
-    return f"{quote(table, safe='')}.{rank}.{kind}.npy"
+    """A file name for any table name.
+
+    >>> file_name(".hidden/a", 0, "values")
+    '%2Ehidden%2Fa.0.values.npy'
+    """
+    name = quote(table, safe="")
+    return f"{'%2E' + name[1:] if name.startswith('.') else name}.{rank}.{kind}.npy"
 
 
 def row_dtype(num_rows: int) -> torch.dtype:

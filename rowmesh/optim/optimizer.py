@@ -233,6 +233,9 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
                 )
             self.collection.load_state("optimizer", rows)
         self._engine.step_count = step_count
+        by_name = {group.get("name"): group for group in state["param_groups"]}
+        if by_name.keys() == {group["name"] for group in self.param_groups}:  # tables may come in another order
+            state["param_groups"] = [by_name[group["name"]] for group in self.param_groups]
         super().load_state_dict(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -69,6 +69,12 @@ class TableSpec:
     frozen: bool = False
 
     def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigurationError("a table has no name; give it one")
+        if not isinstance(self.optimizer, UpdateRule):
+            raise ConfigurationError(
+                f"table {self.name!r}: the optimizer is {self.optimizer!r}; give an update rule, such as SGD(lr=0.1)"
+            )
         if isinstance(self.features, str):
             raise ConfigurationError(
                 f"table {self.name!r}: features must be a tuple of names; write ({self.features!r},) for one"

@@ -49,6 +49,8 @@ class Tiers:
             raise ConfigurationError(f"fast_share must be above 0 and at most 1, got {self.fast_share}")
         if self.fast_rows < 1:
             raise ConfigurationError(f"fast_rows must be 1 or more, got {self.fast_rows}")
+        if isinstance(self.folder, str):
+            object.__setattr__(self, "folder", Path(self.folder))
 
     def num_cached(self, num_rows: int) -> int:
         """How many of so many rows fit into fast memory."""

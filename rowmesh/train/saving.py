@@ -68,7 +68,7 @@ def _write(job: Job, place: Callable[[], RunFolder], state: dict[str, Any], meta
 
 def _plans(job: Job) -> dict[str, str]:
     """The plan that drift came to, and the one that the training began with; nothing where they are the same."""
-    if job.embeddings.plan is job.placement.plan:
+    if not job.embeddings.engine.num_migrations:  # the plan of dynamic tables has frames for rows from the start
         return {}
     return {FIRST_PLAN: job.placement.plan.to_json(), PLAN: job.embeddings.plan.to_json()}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim import AdaGrad, RowWiseAdaGrad
+from rowmesh.optim import SGD, AdaGrad, RowWiseAdaGrad
 from rowmesh.tables import TableSpec, TensorTrain
 
 
@@ -64,3 +64,14 @@ def test_the_shape_of_cores():
     table = TableSpec(name="item", num_rows=100, dim=8, storage="tensor_train", optimizer=AdaGrad())
     assert table.tensor_train_shape == TensorTrain().shape(100, 8)
     assert table.tensor_train_shape.row_factors == (4, 5, 5)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, "sgd", torch.optim.SGD])
+def test_an_optimizer_that_is_no_rule_is_refused(optimizer):
+    with pytest.raises(ConfigurationError, match=r"table 'a': the optimizer is .*give an update rule"):
+        TableSpec(name="a", num_rows=4, dim=4, optimizer=optimizer)
+
+
+def test_a_table_without_a_name_is_refused():
+    with pytest.raises(ConfigurationError, match="has no name"):
+        TableSpec(name="", num_rows=4, dim=4)
