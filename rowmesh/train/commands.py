@@ -263,7 +263,8 @@ def load_model(job: Job, run: RunFolder, verify: bool, *, optimizer_state: bool 
     except KeyError:
         raise RowmeshError(f"the model in {run.model} has no network; rowmesh train writes one") from None
     except (RuntimeError, TypeError) as error:
-        what = _unlike(state["network"], job.network.state_dict()) or str(error)
+        is_state = isinstance(state["network"], Mapping)
+        what = (_unlike(state["network"], job.network.state_dict()) if is_state else "") or str(error)
         raise RowmeshError(f"the network in {run.model} is another; leave model.… as it was trained: {what}") from None
     if "linear" in state and job.config.train.linear != "torch" and job.config.train.precision == "float32":
         job.linear.load_state_dict(state["linear"])
