@@ -100,7 +100,8 @@ def async_save(
     Collective: every rank calls it between two steps, with nothing of a pipeline under way. All but rows is copied
     before it returns. Rows are read as they were then: a thread copies them ahead of the disk, and those that a step is
     about to update before that are saved first, so that memory is needed. One is written at a time: the next call
-    waits for it.
+    waits for it, and so does the end of the program, where an error is a line of the log. Tiered tables cannot be read
+    any more by then: wait for theirs.
 
     Args:
         folder: as for `save`.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -557,3 +560,24 @@ def test_any_name_of_a_table_is_written_and_read(tmp_path, name):
     embeddings = EmbeddingCollection([TableSpec(name=name, num_rows=4, dim=4)])
     rowmesh.save(tmp_path / "model", {"tables": embeddings})
     rowmesh.load(tmp_path / "model", {"tables": embeddings})
+
+
+UNAWAITED = """
+import rowmesh
+embeddings = rowmesh.EmbeddingCollection([rowmesh.TableSpec(name="item", num_rows=200_000, dim=8)])
+rowmesh.async_save({folder!r}, {{"embeddings": embeddings}})
+"""
+
+
+@pytest.mark.parametrize("faults", ["", "checkpoint.sync=ENOSPC"])
+def test_a_program_that_ends_waits_for_what_it_began_to_save(tmp_path, faults):
+    folder = tmp_path / "model"
+    script = UNAWAITED.format(folder=str(folder))
+    variables = os.environ | {"ROWMESH_FAULTS": faults, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True)
+    if faults:
+        assert f"the checkpoint in {folder} is not written: " in done.stderr
+        return
+    others = EmbeddingCollection([TableSpec(name="item", num_rows=200_000, dim=8)])
+    rowmesh.load(folder, {"embeddings": others})
+    assert done.stderr == ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from threading import Thread
+from threading import Thread, main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -21,6 +22,8 @@ from rowmesh.mesh.peers import Peers
 if TYPE_CHECKING:
     from rowmesh.checkpoint.write import RowHolder
     from rowmesh.tables import TableSpec
+
+logger = logging.getLogger("rowmesh")
 
 
 class Base(NamedTuple):
@@ -94,7 +97,8 @@ class BackgroundSave:
         arguments = (folder, copied.getbuffer(), dict(metadata or {}))
         self._thread: Thread | None = None
         try:
-            thread = Thread(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=True)
+            # No daemon: a program that ends waits for what it began to write.
+            thread = Thread(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=False)
             thread.start()
             self._thread = thread
         except RuntimeError as error:
@@ -150,6 +154,8 @@ class BackgroundSave:
             self._at_end()
         except BaseException as error:  # raised where it is waited for
             self._error = error
+            if not main_thread().is_alive():  # nobody will
+                logger.error("the checkpoint in %s is not written: %s", folder, error)
 
     def _save(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         if self._failure is not None or self._snapshot is None:
