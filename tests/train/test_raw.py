@@ -15,8 +15,9 @@ from rowmesh.dynamic.reference import ReferenceShards
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.report.run_record import read_run
 from rowmesh.tables import Dynamic
-from rowmesh.train.commands import run_training
+from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.resolve import resolve
+from rowmesh.train.run_folder import RunFolder
 from tests.support.raw_runs import SCHEMA, TABLES, write_raw_run, write_rows
 from tests.support.runs import start, wait_for_steps
 from tests.train.test_publications import model_rows
@@ -144,6 +145,15 @@ def test_a_run_that_met_too_many_bad_rows_goes_on_with_a_larger_limit(config_fil
         run_training(resolve(config_file, [*options, "data.max_bad_rows=0"]))
     run_training(resolve(config_file, options), resume="latest")
     assert lines_of(tmp_path / "run", "train")[-1]["step"] == 10
+
+
+def test_dynamic_tables_do_not_look_as_if_their_plan_was_replaced(config_file, tmp_path, capsys):
+    run_training(resolve(config_file, TABLES))
+    run = RunFolder(tmp_path / "run")
+    assert not run.first_plan.exists()
+    capsys.readouterr()
+    run_evaluation(run.path, split=str(tmp_path / "test"))
+    assert "as in training" in capsys.readouterr().out
 
 
 def test_bad_rows_are_on_disk_at_once(tmp_path):
