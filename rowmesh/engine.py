@@ -28,6 +28,7 @@ from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.exchange.agreement import Agreement
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
@@ -72,11 +73,13 @@ class Driver(NamedTuple):
 
     Attributes:
         step: takes the learning rates of a step.
+        forget: drops the gradients of a batch that waits for its step.
         wait: returns when the steps so far are done and no thread uses the tables.
         cancelled: when it is set, waits for rows of other ranks end.
     """
 
     step: Callable[[Sequence[Rate]], None]
+    forget: Callable[[], None]
     wait: Callable[[], None]
     cancelled: Event
 
@@ -150,6 +153,7 @@ class Engine:
         self.traffic: Traffic | None = None
         self._num_fetches = self._num_pushes = 0
         self._num_opened = 0  # steps whose batches a pipeline has opened
+        self._num_resolved = 0  # batches that dynamic tables had opened when a pipeline began
         self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = self.num_sets = 0
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
@@ -323,8 +327,14 @@ class Engine:
         return gather_objects(self.mesh, value, "clipping gradients")
 
     def discard_pending(self) -> None:
-        """Forgets gradients that were not pushed."""
+        """Forgets gradients that were not pushed; under a pipeline, also those of the batch that waits for its step.
+
+        Raises:
+            RowmeshError: some micro-batches of a pipeline's batch had their backward, and others not yet.
+        """
         self.pending.clear()
+        if self._driver is not None:
+            self._driver.forget()
 
     # What a pipeline drives, in place of the four verbs
 
@@ -341,6 +351,11 @@ class Engine:
         self._windows.update(made)
         return made
 
+    def agreement(self, use: str, width: int) -> Agreement:
+        """What ranks exchange words by while rows are looked up and updated. Collective."""
+        shares_memory = self.shard_groups.transport == "one_sided"
+        return Agreement(self._rows_mesh, use, width, self.options.common, shares_memory=shares_memory)
+
     def take_over(self, driver: Driver) -> None:
         """Gives the rows and the steps of the optimizer to a pipeline.
 
@@ -353,13 +368,22 @@ class Engine:
             self.mesh.claim("pipeline")
             self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
             self._num_opened = self.step_count
+            if self.resolver is not None:
+                self.resolver.keep_undo()
+                self._num_resolved = self.resolver.step
 
     def prepare_to_take_back(self) -> None:
         """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
         self.mesh.end_claim("pipeline")
 
-    def take_back(self) -> None:
-        """Takes rows and steps back, when no thread of the pipeline uses them."""
+    def take_back(self, num_given: int) -> None:
+        """Takes rows and steps back, when no thread of the pipeline uses them.
+
+        Args:
+            num_given: how many of its batches the loop was given: what later ones decided in dynamic tables is undone.
+        """
+        if self.resolver is not None and not self.resolver.is_opening:  # a thread that is left alone still may
+            self.resolver.go_back(self._num_resolved + num_given)
         self._driver = self._rows_mesh.cancellation.event = None
         for means in self._dynamic_means:
             means.forget_ahead()
@@ -424,14 +448,16 @@ class Engine:
         groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])
         return self.outputs(groups, window.route.batch, samples, take_gradients)
 
-    def update_window(self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate]) -> None:
-        """Applies the gradients of a window, which all are on their way. Collective."""
+    def update_window(
+        self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate], *, forgets: bool = False
+    ) -> None:
+        """Applies the gradients of a window, which all are on their way, or forgets them. Collective."""
         reach("engine.push")
         self.step_count += 1
         self._num_pushes += 1
         step = self.make_step(rates, self.step_count)
         for each in windows:
-            each.update(window, step)
+            (each.forget if forgets else each.update)(window, step)
         for exchange in self.exchanges:
             exchange.counters.pushes += 1
         if window.route.pin is not None:

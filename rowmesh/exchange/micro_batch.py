@@ -31,7 +31,7 @@ from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.device_collective import DeviceCollective
 from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.group import never
-from rowmesh.exchange.handshake import Step, check_operations, joined
+from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.micro_batch_group import MicroBatchGroup, OnDevice, OnHost
 from rowmesh.exchange.route import ShardGroupRoute
@@ -40,9 +40,9 @@ from rowmesh.exchange.window import FIRST, Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.window import FINAL
+from rowmesh.optim.rules import Update
 from rowmesh.placement.address_map import RELAYS
 
-NO_WINDOW = 0  # instead of the number of one
 USES = ("rows", "gradients")  # of the two process groups of hosts
 
 
@@ -130,11 +130,9 @@ class WholeExchange:
         for exchange in self._tiered:
             exchange.comes_early = False  # from now on rows come in the order of the batches
 
-    def open(self, window: Window) -> None:
+    def open(self, window: Window | None, standing: int) -> list[int]:
         """No-op: owners learn what is needed when it is fetched."""
-
-    def pass_over(self) -> None:
-        """There is no window where other ranks may have one. No-op: waiting peers time out with `PeerError`."""
+        return []
 
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Prefetches rows into fast memory; `may_wait` says whether updates of other windows may still make room."""
@@ -173,6 +171,12 @@ class WholeExchange:
             group.gather_gradients()
         with torch.no_grad():
             self._shard_group.push([window.route], step)
+        self._updated, self._fetched = window.number, None
+
+    def forget(self, window: Window, step: Step) -> None:
+        """Takes a step without the gradients of a window, which all ranks have forgotten. Collective."""
+        self.unpin(window)
+        self._shard_group.push([], step)
         self._updated, self._fetched = window.number, None
 
     def unpin(self, window: Window) -> None:
@@ -250,14 +254,25 @@ class MicroBatchExchange:
         for group in self._groups:
             group.begin()
 
-    def open(self, window: Window) -> None:
+    def open(self, window: Window | None, standing: int) -> list[int]:
         """Sends owners what is needed, and by which micro-batches. Collective; a device's host waits for sizes.
 
+        Args:
+            window: of this rank; None where it has none.
+            standing: the number of the window, or why there is none (`Standing`).
+
+        Returns:
+            The standings of all ranks. Where they differ, or there is no window, nothing else was sent.
+
         Raises:
-            PeerError: a rank opens another batch, or, on a device, one with ids that are no rows.
+            PeerRefusedError: a rank opens, on a device, a batch with ids that are no rows.
             IdRangeError: this rank does.
         """
-        self._exchange_counts(window)
+        sizes = self._exchange_sizes(window, standing)
+        standings = sizes[:, 0].tolist()
+        if window is None or any(each != standing for each in standings):
+            return standings
+        self._expect(window, sizes)
         keys = [each.post_keys(group) for each, group in self._pairs(window)]
         for (each, group), messages in zip(self._pairs(window), keys, strict=True):
             each.take_keys(group, messages)
@@ -266,41 +281,23 @@ class MicroBatchExchange:
         self._open[window.number] = window
         if not self._finds_final:
             self._sort(window)
+        return standings
 
-    def _exchange_counts(self, window: Window) -> None:
-        """Learns how many requests each rank sends this one, for every group."""
-        pairs, sizes = self._pairs(window), self._handshake.numpy()
-        for (each, group), columns in zip(pairs, self._columns, strict=True):
-            each.write_sizes(group, sizes[:, columns])
-        sizes = self._compare(window.number, window.step_before)
+    def _exchange_sizes(self, window: Window | None, standing: int) -> np.ndarray:
+        """Sends each rank how many requests it gets of every group, behind where this rank stands."""
+        sizes = self._handshake.numpy()
+        sizes[:, 0] = standing
+        if window is not None:
+            for (each, group), columns in zip(self._pairs(window), self._columns, strict=True):
+                each.write_sizes(group, sizes[:, columns])
+        return self._hosts.exchange_equal(self._handshake, self._common, "opening a window").numpy()
+
+    def _expect(self, window: Window, sizes: np.ndarray) -> None:
+        """Takes how many requests come from every rank."""
         if self.is_on_device:
             self._devices.exchange_counts(ShardGroupRoute(window.route, self._shard_group.indices))
-        for (each, group), columns in zip(pairs, self._columns, strict=True):
+        for (each, group), columns in zip(self._pairs(window), self._columns, strict=True):
             each.expect(group, sizes[:, columns])
-
-    def _compare(self, number: int, step: Step | None = None) -> np.ndarray:
-        """Exchanges the rows of the handshake; all raise where ranks open different windows.
-
-        Args:
-            number: of this rank's window.
-            step: of the last batch before it that is stepped for sure.
-        """
-        self._handshake[:, 0] = joined(number, step)
-        received = self._hosts.exchange_equal(self._handshake, self._common, "opening a window").numpy()
-        rule = "every rank must bring equally many batches to its pipeline"
-        check_operations(self._mesh, received[:, 0].tolist(), number, step, _describe, rule)
-        return received
-
-    def pass_over(self) -> None:
-        """There is no window where other ranks may have one.
-
-        Between devices ranks compare this, or some would wait amid messages; between hosts, waiting peers time out.
-
-        Raises:
-            PeerError: a rank has one.
-        """
-        if self.is_on_device:
-            self._compare(NO_WINDOW)
 
     def retrieve(self, window: Window, may_wait: Callable[[], bool]) -> None:
         """Prefetches requested rows into fast memory; `may_wait` as for `WholeExchange.retrieve`."""
@@ -364,6 +361,16 @@ class MicroBatchExchange:
             self._devices.count_copies(requests)
         for (each, group), update in zip(self._pairs(window), updates, strict=True):
             each.update(group, update, window.number)
+        self._synchronize(updates, step)
+
+    def forget(self, window: Window, step: Step) -> None:
+        """Takes a step without the gradients of a window, which came and which all ranks have forgotten. Collective."""
+        updates, window = self._shard_group.updates(step), self._open.pop(window.number)
+        for each, group in self._pairs(window):
+            each.forget(group, window.number)
+        self._synchronize(updates, step)
+
+    def _synchronize(self, updates: Sequence[Update], step: Step) -> None:
         self._shard_group.begin_synchronization(updates, step)
         self._shard_group.flush()
 
@@ -386,11 +393,6 @@ class MicroBatchExchange:
 
 
 Windows = WholeExchange | MicroBatchExchange
-
-
-def _describe(number: int) -> str:
-    """What a rank does with its next window."""
-    return "has no more" if number == NO_WINDOW else f"opens batch {number - FIRST}"
 
 
 def _channel(mesh: Mesh, use: str) -> Channel:

@@ -120,6 +120,10 @@ class MicroBatchGroup:
         """Updates the requested rows."""
         raise NotImplementedError
 
+    def forget(self, window: WindowGroup, number: int) -> None:
+        """The gradients that came are not used: the requested rows stay as they are."""
+        window.group.unpin()
+
     def _post(
         self,
         channel: Channel,
@@ -236,6 +240,12 @@ class OnHost(MicroBatchGroup):
         if self._verifies:
             self._versions[merger.slots] = number
 
+    def forget(self, window: WindowGroup, number: int) -> None:
+        """The gradients that came are not used."""
+        super().forget(window, number)
+        if self._verifies:
+            self._versions[window.on_host.merger.slots] = number
+
     def _change(self, window: WindowGroup, update: Update) -> None:
         group, merger = window.group, window.on_host.merger
         pinned, copied = group.pinned, int(merger.merged_offsets[self._num_fetched])
@@ -351,5 +361,16 @@ class OnDevice(MicroBatchGroup):
         if self._copies is not None:
             requests = group.lanes[1:]
             self._copies.push(requests, self._copies.merged(requests), window.copied, update)
-        window.on_device.drop_came()  # windows are kept for a while after their update
+        self._drop_gradients(window)
+
+    def forget(self, window: WindowGroup, number: int) -> None:
+        """The gradients that came are not used."""
+        super().forget(window, number)
+        for message in window.copied:
+            message.wait()
+        self._drop_gradients(window)
+
+    def _drop_gradients(self, window: WindowGroup) -> None:
+        """Windows are kept for a while after their update."""
+        window.on_device.drop_came()
         window.copied = []

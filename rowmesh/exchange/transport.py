@@ -151,6 +151,10 @@ def _num_unique(group: DeviceRouteGroup) -> Tensor:
     return group.look_up.count
 
 
+class PeerRefusedError(PeerError):
+    """Another rank refused a batch of this one's number, before any of it was read."""
+
+
 class LateChecks:
     """Batches on a device whose numbers the host has not looked at: ids outside their tables, and some of each group.
 
@@ -231,7 +235,7 @@ def check_everywhere(route: Routed, mesh: Mesh, outside: Sequence[int], refused:
 
     Raises:
         IdRangeError: this rank does.
-        PeerError: another one does.
+        PeerRefusedError: another one does.
     """
     assert route.late is not None
     route.late.check(outside, mesh.name(mesh.rank))
@@ -239,10 +243,10 @@ def check_everywhere(route: Routed, mesh: Mesh, outside: Sequence[int], refused:
 
 
 def check_peers(mesh: Mesh, refused: Sequence[int]) -> None:
-    """Raises PeerError where a rank refuses a batch; names it."""
+    """Raises PeerRefusedError where a rank refuses a batch; names it."""
     if any(refused):
         guilty = ", ".join(f"rank {mesh.name(rank)}" for rank, count in enumerate(refused) if count)
-        raise PeerError(
+        raise PeerRefusedError(
             f"rank {mesh.name(mesh.rank)}: {guilty} refused a batch with ids outside their tables; its own output says "
             "which"
         )

@@ -17,7 +17,6 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import AnyRouteGroup, Route, RouteGroup
 from rowmesh.mesh.channel import Message
 from rowmesh.ops.look_up.device import places_in
@@ -28,8 +27,8 @@ from rowmesh.sparse import SparseBatch
 
 Form = Literal["unsplit", "naive", "delta"]
 """How the rows of a window travel; see `rowmesh.pipeline.window`."""
-FIRST = 2
-"""The number of the first window; a row that no window touched has number 0."""
+FIRST = 4
+"""The number of the first window, above all of `Standing`; a row that no window touched has number 0."""
 
 
 class WindowGroup:
@@ -103,7 +102,6 @@ class Window:
         bounds: the first sample of each micro-batch, and B.
         groups: what the window has of each group.
         number: which window of the pipeline this is, from `FIRST` on.
-        step_before: the step of the last window that has had one when this one opens, where there is one.
 
     Args:
         route: of the whole batch.
@@ -122,7 +120,6 @@ class Window:
         give_back: Callable[[], None],
     ) -> None:
         self.route, self.bounds, self.number, self._give_back = route, list(bounds), 0, give_back
-        self.step_before: Step | None = None
         triples = zip(route.groups, layouts, memories, strict=True)
         self.groups = [WindowGroup(group, route.batch, bounds, cut, memory) for group, cut, memory in triples]
 
@@ -146,6 +143,12 @@ class Window:
                 group.memory.add_gradients(part, grad, may_wait=may_wait)
             else:
                 group.memory.add_gradients(part, grad)
+
+    def lack_gradients(self) -> None:
+        """Some micro-batches have none, and are sent all the same: to be refused, whatever they are."""
+        for group in self.groups:
+            if isinstance(group.memory, DeviceWindow):
+                group.memory.lack_gradients()
 
     def __del__(self) -> None:
         self._give_back()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import RowmeshError
+from rowmesh.exchange.agreement import Answer
 from rowmesh.exchange.window import Window
 from rowmesh.ops.streams import Mark
 from rowmesh.optim.rules import Rate
@@ -40,14 +41,16 @@ class Part:
     """One micro-batch.
 
     Attributes:
-        samples: which samples of the window's item.
+        samples: which samples of the window's item; none where it has fewer samples than micro-batches.
         embeddings: their vectors.
+        weight: the share of the item's samples that it has, 0 to 1. The gradient of a mean over all samples is that of
+            the sum, over micro-batches, of their means times their weights.
     """
 
-    __slots__ = ("embeddings", "samples")
+    __slots__ = ("embeddings", "samples", "weight")
 
-    def __init__(self, samples: slice, embeddings: Embeddings) -> None:
-        self.samples, self.embeddings = samples, embeddings
+    def __init__(self, samples: slice, embeddings: Embeddings, weight: float) -> None:
+        self.samples, self.embeddings, self.weight = samples, embeddings, weight
 
 
 class BatchInFlight(Generic[T]):
@@ -57,6 +60,8 @@ class BatchInFlight(Generic[T]):
         number: of the batch, from 0 on.
         item: what the loader gave, its samples in the order of the micro-batches.
         order: where they were before (int64 `[B]`), or None where they are as they were.
+        num_computed: micro-batches that had their backward.
+        answer: what this rank says when ranks ask each other whether they take its step.
     """
 
     def __init__(self, pipeline: Pipeline[T], number: int, item: T) -> None:
@@ -65,8 +70,9 @@ class BatchInFlight(Generic[T]):
         self.window: Window | None = None
         self.lrs: Sequence[Rate] | None = None
         self.stepped: Mark | None = None  # when its learning rates came; None before, and once what follows is noted
+        self.answer = Answer.TAKES
         self._is_begun = False
-        self._num_computed = 0
+        self.num_computed = 0
 
     def __iter__(self) -> Iterator[Part]:
         if self._is_begun or self.window is None:
@@ -75,8 +81,9 @@ class BatchInFlight(Generic[T]):
         for part, samples in enumerate(map(slice, bounds, bounds[1:])):
             task = Task("compute", self.number, part)
             start = self._pipeline.await_rows(self, task)
-            yield Part(samples, self._pipeline.pool(self, part))
-            if self._num_computed != part + 1:
+            weight = (samples.stop - samples.start) / max(bounds[-1], 1)
+            yield Part(samples, self._pipeline.pool(self, part), weight)
+            if self.num_computed != part + 1:
                 raise RowmeshError(
                     f"micro-batch {part} of batch {self.number} had no backward; call loss.backward() for each before "
                     "the next one"
@@ -85,9 +92,9 @@ class BatchInFlight(Generic[T]):
 
     def take_gradients(self, part: int) -> None:
         """Notes that the gradients of a micro-batch are summed."""
-        self._num_computed = part + 1
+        self.num_computed = part + 1
 
     @property
     def is_computed(self) -> bool:
         """Whether all micro-batches are."""
-        return self.window is not None and self._num_computed == self.window.num_parts
+        return self.window is not None and self.num_computed == self.window.num_parts

@@ -11,6 +11,20 @@ The model is that of the plain loop. A batch is read and routed, and the owners 
 ahead. Rows that no rank changes any more are fetched during the batch before; other rows are fetched, and gradients
 sent, while the micro-batches are computed.
 
+[Note: ends]
+
+*Ahead.* What fails while a batch is read, routed or prefetched ends the data there: the loop gets the batches before,
+and the error in the place of the batch. Other ranks learn of it before the batch's first row travels (`Standing`), and
+end there too, as they do where a rank has no further batch.
+
+*A step* is a request. Before its update ranks tell each other whether they take it, and at which learning rates
+(`Answer`); where one does not, none does. So the rows of all ranks are those after the same steps.
+
+*A loop that is left* on several ranks owes the others messages whose sizes are known. It sends them without having
+computed the batch, in this turn or, where the batch of this turn has had its step, in the next one, and says so in the
+place of a step. All ranks then know where they stopped, and have gone through the same turns. Where rows wait for that
+update, the next turn holds nothing but what was read ahead, which says that there is nothing.
+
 Source: NestPipe §III–VI; EL-Rec §V.
 """
 
@@ -18,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Generic, Self
@@ -25,8 +40,10 @@ from typing import Generic, Self
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.engine import Driver
-from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
-from rowmesh.exchange.handshake import Step
+from rowmesh.errors import ConfigurationError, DataError, IdRangeError, NoRoomError, PeerError, RowmeshError
+from rowmesh.exchange.agreement import Answer, Standing, who
+from rowmesh.exchange.handshake import check_rates, joined, parted
+from rowmesh.exchange.transport import PeerRefusedError
 from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
@@ -35,7 +52,7 @@ from rowmesh.pipeline.batch_in_flight import BatchInFlight, T
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.recorder import WAIT, Recorder
-from rowmesh.pipeline.runner import Runner
+from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError, named
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
@@ -43,6 +60,7 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
 
 _ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
+_LEAVE_S = 10.0  # for what a loop that is left owes other ranks
 
 
 class Pipeline(Generic[T]):
@@ -50,6 +68,9 @@ class Pipeline(Generic[T]):
 
     All ranks make it alike and have equally many batches. Between two windows ranks may look up and evaluate; the call
     waits until the step is done. A program that sets rows or migrates must leave the loop first.
+
+    A step is done on all ranks or on none, and is known to be done when the next window is given, when `wait`, a
+    look-up or a save has returned, or when the pipeline is closed. [Note: ends] above says what becomes of failures.
 
     Args:
         embeddings: the tables.
@@ -118,6 +139,9 @@ class Pipeline(Generic[T]):
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
         self._make_windows = partial(self._engine.windows, exchange, finds_final=finds_final, verifies=verify)
         self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
+        self._is_alone = embeddings.mesh.world_size == 1
+        self._standings = self._engine.agreement("standings", 1)
+        self._answers = self._engine.agreement("answers", 2)
         is_tiered = any(windows.is_tiered for windows in self._windows)
         is_on_device = any(windows.is_on_device for windows in self._windows)
         self.make_schedule = partial(make_schedule, is_tiered=is_tiered, is_on_device=is_on_device)
@@ -131,14 +155,19 @@ class Pipeline(Generic[T]):
         self._thread = 0  # which one runs the loop
         self._in_flight: dict[int, BatchInFlight[T]] = {}
         self._current: BatchInFlight[T] | None = None  # the one that is computed
-        self._steps: dict[int, Step] = {}  # by batch, until ranks have compared them
+        self._turn = 0  # the last one that was entered
         self._late_error: RowmeshError | None = None  # what failed after a loop was left
         self._has_waited = False  # since the last turn was entered
         self._known = [name for table in embeddings.tables for name in table.features]
         self._features: Sequence[str] | None = None  # that are looked up; None for all
         self._reader: Iterator[T] = iter(())
-        self._end: int | None = None  # the first batch that does not exist
-        self._num_read = 0  # batches of this run
+        self._end: int | None = None  # the first batch that does not exist on this rank
+        self._errors: dict[int, RowmeshError] = {}  # by batch, what ends the data there
+        self._over: int | None = None  # the first batch that does not exist for any rank, once all know
+        self._why_over: RowmeshError | None = None  # where this rank has it
+        self._refused: int | None = None  # the batch whose step no rank has taken
+        self._num_decided: int | None = None  # batches that stand in dynamic tables, where ranks agreed on that
+        self._has_left = False  # the loop was left: nothing more is read
         self._first = FIRST  # the number of its first window
 
     def __repr__(self) -> str:
@@ -187,6 +216,7 @@ class Pipeline(Generic[T]):
         try:
             yield from self._turns(runner)
             runner.wait_for_all()
+            self._raise_end()
         finally:
             if self._runner is runner:  # it may have been closed, and another loop begun
                 self._stop()
@@ -198,17 +228,19 @@ class Pipeline(Generic[T]):
                 "call requires_grad_(True)"
             )
         reader, cancelled, self._thread = iter(items), threading.Event(), threading.get_ident()
-        self._engine.take_over(Driver(self._step, self.wait, cancelled))
+        self._engine.take_over(Driver(self._step, self._forget, self.wait, cancelled))
         try:
             return self._start(reader, cancelled)
         except BaseException:  # or no look-up would be possible any more
-            self._engine.take_back()
+            self._engine.take_back(0)
             raise
 
     def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
         if self._num_migrations != self._engine.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._reader, self._end = reader, None
+        self._reader, self._end, self._over, self._why_over = reader, None, None, None
+        self._refused, self._num_decided, self._has_left = None, None, False
+        self._errors.clear()
         for windows in self._windows:
             windows.begin(self._first)
         actions = {name: getattr(self, f"_{name}") for name in _ACTIONS}
@@ -221,31 +253,45 @@ class Pipeline(Generic[T]):
             rank=self._engine.mesh.rank,
             threads=self._overlap,
             disturb=self._disturb,
+            keep=self._keep,
             cancelled=cancelled,
         )
         return runner
 
     def _turns(self, runner: Runner) -> Iterator[BatchInFlight[T]]:
-        turn = -self.schedule.depth
+        self._turn = -self.schedule.depth - 1
         while True:
             if self._has_waited:  # and the program may have updated rows, on its own stream
                 self._streams.meet()
                 self._has_waited = False
-            runner.enter(turn)
-            if turn >= 0:
-                runner.wait(Task("compute", turn))
-                if (batch := self._in_flight.get(turn)) is None:
-                    self._end_turn(runner, turn)
-                    return
-                self._current = batch
-                yield batch
-                if batch.lrs is None:
-                    raise RowmeshError(
-                        f"batch {turn} had no step: after the backward of its last micro-batch call the step of the "
-                        "EmbeddingOptimizer"
-                    )
-                self._note_dense(batch)
-            turn += 1
+            self._turn += 1
+            runner.enter(self._turn)
+            if self._turn < 0:
+                continue
+            runner.wait(Task("compute", self._turn))
+            if (batch := self._batch(self._turn)) is None:
+                self._end_turn(runner, self._turn)
+                return
+            self._current = batch
+            yield batch
+            if batch.lrs is None:
+                raise RowmeshError(
+                    f"batch {batch.number} had no step: after the backward of its last micro-batch call the step of "
+                    "the EmbeddingOptimizer; a pipeline steps every batch, so add gradients up over more micro-batches "
+                    "of larger batches instead"
+                )
+            self._request(runner, batch)
+            self._note_dense(batch)
+
+    def _request(self, runner: Runner, batch: BatchInFlight[T]) -> None:
+        """Has the update of a batch begin, whose learning rates are there; once more where Ctrl-C came between."""
+        runner.done(Task("step", batch.number))
+
+    def _raise_end(self) -> None:
+        """Raises what ended the data, if they did not end on all ranks alike."""
+        error = None if self._over is None else self._errors.get(self._over, self._why_over)
+        if error is not None:
+            raise error
 
     def _note_dense(self, batch: BatchInFlight[T]) -> None:
         """Notes when the dense network was updated: the driver's work after `wait` is not part of the step."""
@@ -279,6 +325,7 @@ class Pipeline(Generic[T]):
                 "two windows, after the optimizer's step"
             )
         if self._current is not None:
+            self._request(self._runner, self._current)
             self._note_dense(self._current)
         with self._stops_if_it_fails():
             self._runner.wait_for_all()
@@ -297,7 +344,8 @@ class Pipeline(Generic[T]):
     def close(self) -> None:
         """Ends all threads, once they have done what was begun. Leaving the loop over `windows` early does so too.
 
-        The steps that were taken are done then. Ranks that leave their loops early must leave at the same place.
+        The steps that were taken are done then. Where one of several ranks leaves its loop early, the others learn so
+        instead of their next step.
 
         Raises:
             RowmeshError: something failed that no loop has raised.
@@ -317,20 +365,77 @@ class Pipeline(Generic[T]):
         runner, self._runner = self._runner, None
         if runner is None:
             return
+        num_given = 0 if self._current is None else self._current.number + 1
+        refusal: RowmeshError | None = None
         try:
+            if self._current is not None and self._current.lrs is not None:
+                self._request(runner, self._current)
+            refusal = self._part(runner)
             self._make_room(runner)
         finally:
             self._engine.prepare_to_take_back()
-            self._late_error = runner.close(self._engine.take_back)
+            late = runner.close(lambda: self._engine.take_back(self._decided(num_given)))
+            self._late_error = refusal or (None if self._has_left and self._refused is not None else late)
         self._streams.meet()  # before anything is dropped
         for windows in self._windows:
             windows.end()
-        self._first += self._num_read + 1  # not the next number: no window of this run is before one of the next
-        self._num_read = 0
+        self._first += self._turn + self.schedule.depth + 2  # no window of this run is before one of the next
+        for batch in self._in_flight.values():
+            if batch.window is not None and batch.window.route.pin is not None:
+                batch.window.route.pin.drop()
         self._in_flight.clear()
-        self._steps.clear()
         self._streams.forget()
         self._current, self._reader = None, iter(())
+
+    def _decided(self, num_given: int) -> int:
+        """How many batches stand in dynamic tables: the same on all ranks, where they could agree on it."""
+        return num_given if self._num_decided is None else self._num_decided
+
+    def _part(self, runner: Runner) -> RowmeshError | None:
+        """Sends other ranks what they wait for, until all know where this one stopped; see [Note: ends].
+
+        Returns:
+            What became of a step that the program took, where no rank has taken it and the program does not know.
+        """
+        is_over = self._over is not None and self._over <= self._turn
+        if self._is_alone or is_over or runner.cancelled.is_set() or runner.is_beyond_help:
+            return None
+        if self._refused is not None:  # all ranks enter the turn after
+            if self._turn == self._refused:
+                self._enter_next(runner)
+            return None
+        self._has_left, deadline = True, time.monotonic() + _LEAVE_S
+        mine = self._current
+        try:
+            if mine is not None and mine.lrs is None:
+                self._abandon(runner, mine, Answer.LEFT)
+            while True:
+                self._enter_next(runner)
+                if self._turn < 0:
+                    continue
+                runner.wait(Task("compute", self._turn), deadline - time.monotonic())
+                if (batch := self._batch(self._turn)) is None:
+                    self._end_turn(runner, self._turn)
+                    return None
+                self._abandon(runner, batch, Answer.LEFT_BEFORE)
+        except PipelineClosedError:
+            return None
+        except RowmeshError as error:
+            is_mine = mine is not None and mine.lrs is not None and self._refused == mine.number
+            return error if is_mine or self._refused is None else None
+
+    def _enter_next(self, runner: Runner) -> None:
+        self._turn += 1
+        runner.enter(self._turn)
+
+    def _abandon(self, runner: Runner, batch: BatchInFlight[T], answer: Answer) -> None:
+        """Lets a batch be sent that is not computed, or not all of it."""
+        assert batch.window is not None
+        batch.answer = answer
+        batch.window.lack_gradients()
+        for part in range(batch.num_computed, batch.window.num_parts):
+            runner.done(Task("compute", batch.number, part))
+        runner.done(Task("step", batch.number))
 
     def _make_room(self, runner: Runner) -> None:
         """Unpins the rows of a batch that has no step: what is under way may wait for their room."""
@@ -395,32 +500,117 @@ class Pipeline(Generic[T]):
         batch = self._current
         if batch is None or not batch.is_computed or batch.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
-        batch.lrs, batch.stepped = lrs, self.recorder.now()
-        self._steps[batch.number] = self._engine.make_step(lrs)
-        self._runner.done(Task("step", batch.number))
+        batch.stepped = self.recorder.now()
+        batch.lrs = lrs  # from here on the step is taken, even if Ctrl-C comes before the next line
+        self._request(self._runner, batch)
+
+    def _forget(self) -> None:
+        """Forgets the gradients of the batch that was computed, which were sent already."""
+        batch = self._current
+        if batch is None or batch.lrs is not None or not batch.num_computed:
+            return
+        if not batch.is_computed:
+            raise RowmeshError(
+                f"gradients of batch {batch.number} are forgotten after {batch.num_computed} of its micro-batches, "
+                "which the pipeline has sent; call zero_grad() before the first or after the last micro-batch"
+            )
+        batch.answer = Answer.FORGETS
+
+    # Which batches there are
+
+    def _keep(self, task: Task, error: Exception) -> bool:
+        """Keeps what failed ahead of the loop, as the end of the data; see [Note: ends]."""
+        is_refused = task.stage == "open" and isinstance(error, (IdRangeError, PeerRefusedError))
+        has_no_room = task.stage == "retrieve" and isinstance(error, NoRoomError)
+        if not (task.stage in ("read", "route") or is_refused or has_no_room):
+            return False
+        self._errors[task.batch] = named(error, task, self._engine.mesh.rank)
+        self._end = task.batch if self._end is None else min(self._end, task.batch)
+        if self._is_alone or is_refused:
+            self._end_everywhere(task.batch)
+        return True
+
+    @property
+    def _asks_late(self) -> bool:
+        """Whether ranks compare what they have when the rows of a batch are due.
+
+        Most do so in the first message of the batch. That does not suffice where there is none before its rows, or
+        where rows may find no room in fast memory after it.
+        """
+        can_split = any(windows.is_split for windows in self._windows)
+        return not self._is_alone and (not can_split or any(windows.is_tiered for windows in self._windows))
+
+    def _is_over(self, number: int) -> bool:
+        """Whether all ranks know that there is no such batch."""
+        return self._over is not None and number >= self._over
+
+    def _batch(self, number: int) -> BatchInFlight[T] | None:
+        return None if self._is_over(number) else self._in_flight.get(number)
+
+    def _window(self, task: Task) -> Window | None:
+        batch = self._batch(task.batch)
+        return None if batch is None else batch.window
+
+    def _end_everywhere(self, number: int, why: RowmeshError | None = None) -> None:
+        """Notes that all ranks end before a batch."""
+        if not self._is_over(number):
+            self._over, self._why_over, self._num_decided = number, why, number
+
+    def _standing(self, number: int) -> int:
+        """The number of a window, or why this rank has none."""
+        if number in self._errors:
+            return Standing.FAILED
+        batch = self._in_flight.get(number)
+        if batch is None or batch.window is None:
+            return Standing.LEFT if self._has_left else Standing.ENDED
+        return batch.window.number
+
+    def _compare(self, number: int, standings: Sequence[int]) -> bool:
+        """Whether all ranks have a batch; where not, it is the end."""
+        mesh, here = self._engine.mesh, self._first + number
+        if all(each == here for each in standings):
+            return True
+        why = None
+        if failed := who(mesh, standings, Standing.FAILED):
+            why = f"{failed} could not read batch {number} or make it ready; its own error says why"
+        elif left := who(mesh, standings, Standing.LEFT):
+            why = f"the loop of {left} was left before batch {number}"
+        elif any(each != Standing.ENDED for each in standings):
+            ended, has = who(mesh, standings, Standing.ENDED) or "another rank", who(mesh, standings, here) or "another"
+            why = (
+                f"ranks are out of step: {ended} has no batch {number} and {has} has; every rank must bring equally "
+                "many batches to its pipeline"
+            )
+        self._end_everywhere(number, None if why is None else PeerError(f"rank {mesh.name(mesh.rank)}: {why}"))
+        return False
 
     # Stages, in other threads
 
     def _read(self, task: Task) -> None:
-        if self._end is not None:
+        if self._end is not None or self._has_left:
             return
         try:
             item = next(self._reader)
         except StopIteration:
             self._end = task.batch
             return
-        self._num_read += 1
+        if not (hasattr(item, "sparse") and hasattr(item, "take")):
+            raise DataError(
+                f"the loader gave a {type(item).__name__}, and a pipeline needs items with `sparse`, a SparseBatch or "
+                "a KeyedJaggedTensor, and `take(samples)`, as rowmesh.data.Batch has"
+            )
         self._in_flight[task.batch] = BatchInFlight(self, task.batch, item)
 
     def _route(self, task: Task) -> None:
-        if batch := self._in_flight.get(task.batch):
+        if batch := self._batch(task.batch):
             sparse = self._sparse_of(batch.item)
             order, sizes = self._cutter(sparse)
             if order is not None:
                 batch.order, batch.item = order, batch.item.take(order)
                 sparse = self._sparse_of(batch.item)
-            batch.window = self._engine.make_window(sparse, sizes)
-            batch.window.number = batch.window.route.number = self._first + task.batch
+            window = self._engine.make_window(sparse, sizes)
+            window.number = window.route.number = self._first + task.batch
+            batch.window = window
 
     def _sparse_of(self, item: T) -> SparseBatch:
         """The ids of an item that are looked up."""
@@ -428,22 +618,20 @@ class Pipeline(Generic[T]):
         return sparse if self._features is None else with_empty_bags(sparse, self._features, self._known)
 
     def _open(self, task: Task) -> None:
-        window = self._window(task)
-        if window is not None:  # of this earlier batch the step is done for sure, of later ones perhaps not
-            window.step_before = self._steps.pop(task.batch - self.schedule.depth - 1, None)
+        if self._is_over(task.batch):
+            return
+        window, standing = self._window(task), self._standing(task.batch)
         for windows in self._windows:
-            if window is None:
-                windows.pass_over()
-            else:
-                windows.open(window)
+            if windows.is_split and not self._compare(task.batch, windows.open(window, standing)):
+                return
 
     def _retrieve(self, task: Task, runner: Runner) -> None:
         if window := self._window(task):
             try:
                 for windows in self._windows:
-                    windows.retrieve(window, lambda: runner.may_wait(task))
+                    windows.retrieve(window, lambda: runner.may_wait(task) and not self._is_over(task.batch))
             except NoRoomError:
-                if runner.is_of_use(task):
+                if runner.is_of_use(task) and not self._is_over(task.batch):
                     raise
 
     def _final(self, task: Task) -> None:
@@ -452,6 +640,10 @@ class Pipeline(Generic[T]):
                 windows.final(window)
 
     def _rows(self, task: Task) -> None:
+        if task.part == 0 and self._asks_late and not self._is_over(task.batch):
+            standings = self._standings(self._standing(task.batch))[:, 0].tolist()
+            if not self._compare(task.batch, standings):
+                return
         if window := self._window(task):
             for windows in self._windows:
                 windows.fetch(window, task.part)
@@ -462,20 +654,55 @@ class Pipeline(Generic[T]):
                 windows.push(window, task.part)
 
     def _update(self, task: Task) -> None:
-        batch = self._in_flight.get(task.batch)
+        batch = self._batch(task.batch)
         if batch is None:
             return
         assert batch.window
+        forgets = self._agree(batch, batch.window)
         assert batch.lrs is not None
-        self._engine.update_window(self._windows, batch.window, batch.lrs)
+        self._engine.update_window(self._windows, batch.window, batch.lrs, forgets=forgets)
         self._streams.keep(task.batch, batch.window)
         self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
         batch.window = None  # its memory serves another one, even where the program keeps the batch
         del self._in_flight[task.batch]
 
-    def _window(self, task: Task) -> Window | None:
-        batch = self._in_flight.get(task.batch)
-        return None if batch is None else batch.window
+    def _agree(self, batch: BatchInFlight[T], window: Window) -> bool:
+        """Makes sure that all ranks take the step of a batch; returns whether they have forgotten its gradients.
+
+        Raises:
+            SharedError: some do not, on all ranks alike; no rank updates a row.
+        """
+        step = self._engine.make_step(batch.lrs or ())
+        words = self._answers(joined(window.number, step), batch.answer)
+        answers = words[:, 1].tolist()
+        if not any(answers) and self._is_alone:
+            return False
+        try:
+            self._check_answers(batch.number, answers)
+            if any(answers) or len(set(words[:, 0].tolist())) > 1:
+                check_rates(self._answers.mesh, parted(words[:, 0].tolist())[1], step)
+        except RowmeshError as error:
+            self._refused = batch.number
+            self._num_decided = batch.number + (Answer.LEFT_BEFORE not in answers)
+            for windows in self._windows:
+                windows.unpin(window)
+            raise SharedError(error) from error
+        return answers[0] == Answer.FORGETS
+
+    def _check_answers(self, number: int, answers: Sequence[int]) -> None:
+        mesh = self._engine.mesh
+        me, last = f"rank {mesh.name(mesh.rank)}", f"the last step of all ranks is {self._engine.step_count}"
+        if left := who(mesh, answers, Answer.LEFT, Answer.LEFT_BEFORE):
+            where = "amid" if Answer.LEFT in answers else "before"
+            raise PeerError(
+                f"{me}: {left} left its loop {where} batch {number}, whose step no rank has taken; its own error says "
+                f"why; {last}"
+            )
+        if len(set(answers)) > 1:
+            raise PeerError(
+                f"{me}: {who(mesh, answers, Answer.FORGETS)} called zero_grad() before the step of batch {number} and "
+                f"the other ranks did not; call it on all ranks or on none; no rank has taken the step, and {last}"
+            )
 
 
 def _check(depth: int, micro_batches: int, exchange: str) -> None:

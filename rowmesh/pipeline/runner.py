@@ -4,6 +4,9 @@ The driver, the thread that computes, lets the others into a turn (`enter`), wai
 what it has done (`done`). No task of a turn begins before the driver enters the turn; then all its tasks are done. So
 ranks that go through the same turns send the same messages, wherever they stop.
 
+A task that fails stalls its resource. The others finish the steps that the driver has asked for; then the driver's next
+wait raises what failed. Where all ranks fail alike (`SharedError`), all tasks of the turns that were entered are done.
+
 Without threads all is done by the driver, as soon as it can be: the sequential loop.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +35,18 @@ class PipelineClosedError(RowmeshError):
     """Another task failed, or the pipeline was closed."""
 
 
+class SharedError(Exception):
+    """Every rank meets this error in the same task, and so owes the others the same messages.
+
+    Args:
+        error: what the driver raises.
+    """
+
+    def __init__(self, error: RowmeshError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Runner:
     """Does tasks.
 
@@ -40,6 +56,7 @@ class Runner:
         rank: for messages.
         threads: whether resources have threads of their own.
         disturb: is called before every task, in its thread: for tests that look for races.
+        keep: is given what a task raised; returns whether it keeps the error, and the task counts as done.
         cancelled: the event to set when no thread should wait for other ranks any more.
 
     Attributes:
@@ -54,14 +71,19 @@ class Runner:
         rank: int = 0,
         threads: bool = True,
         disturb: Callable[[Task], None] | None = None,
+        keep: Callable[[Task, Exception], bool] = lambda task, error: False,
         cancelled: threading.Event | None = None,
     ) -> None:
         self._schedule, self._actions, self._rank = schedule, actions, rank
-        self._disturb = disturb
+        self._disturb, self._keep = disturb, keep
         self._changed = threading.Condition()
         self._done: set[Task] = set()
         self._turn = -schedule.depth - 1  # the last one that was entered
         self._error: RowmeshError | None = None
+        self._failed_batch = 0  # of the task that failed first
+        self._is_shared = False  # whether all ranks meet this error
+        self._stalled: set[str] = set()  # resources whose task failed
+        self._last_step = self._last_update = -1  # the last batches of which these were done
         self._is_told = self._is_waiting_for_all = self._is_closing = False
         self.cancelled = cancelled or threading.Event()
         self._when_silent: Callable[[], None] | None = None
@@ -86,20 +108,28 @@ class Runner:
             self._changed.notify_all()
         self._run_inline()
 
-    def wait(self, task: Task) -> None:
+    def wait(self, task: Task, limit_s: float = math.inf) -> None:
         """Until a task of the driver may begin.
 
+        Args:
+            task: which.
+            limit_s: how long at most.
+
         Raises:
-            RowmeshError: a task failed; names rank, stage and batch.
+            RowmeshError: a task of this turn or an earlier one failed, or the task cannot begin any more, and the steps
+                that were asked for are done where they can be; names rank, stage and batch.
+            PipelineClosedError: the time is up.
         """
         self._run_inline()
         needed = list(self._schedule.before(task))
-        self._await(lambda: all(each in self._done for each in needed))
+        self._await(lambda: all(each in self._done for each in needed), limit_s)
 
     def done(self, task: Task) -> None:
         """Says that the driver has done a task; without threads, what follows is done when it waits again."""
         with self._changed:
             self._done.add(task)
+            if task.stage == "step":
+                self._last_step = task.batch
             self._changed.notify_all()
 
     def wait_for_all(self) -> None:
@@ -168,7 +198,9 @@ class Runner:
         """Waits until all tasks that can be done without the driver are done."""
         if self._threads:
             with self._changed:
-                self._changed.wait_for(lambda: self.cancelled.is_set() or not self._is_busy(), _CLOSE_S)
+                self._changed.wait_for(
+                    lambda: self.cancelled.is_set() or not self._is_busy() or self.is_beyond_help, _CLOSE_S
+                )
         else:
             self._do_what_can_be()
 
@@ -206,13 +238,22 @@ class Runner:
             if not self._do_next(resource):
                 return
 
+    @property
+    def is_beyond_help(self) -> bool:
+        """Whether this rank failed by itself, and no step that was asked for can be finished any more."""
+        return self._error is not None and not self._is_shared and self._is_settled()
+
+    def _is_settled(self) -> bool:
+        """Whether all steps that were asked for are done, but for those that cannot be."""
+        return self._last_update >= self._last_step or self._schedule.stage("update").resource in self._stalled
+
     def _is_busy(self) -> bool:
         """Whether a thread does a task, or could begin one."""
         return any(self._is_ready(resource) for resource in self._next)
 
     def _is_ready(self, resource: str) -> bool:
         turn, task = self._next[resource]
-        if turn > self._turn:
+        if turn > self._turn or resource in self._stalled:
             return False
         return task is None or all(each in self._done for each in self._schedule.before(task))
 
@@ -223,14 +264,17 @@ class Runner:
             if task is not None:
                 self._do(task)
         except Exception as error:
-            self._fail(task, error)
-            return False
+            if task is None or not self._keep(task, error):
+                self._fail(resource, task, error)
+                return False
         except BaseException:  # the driver, without threads, was interrupted: the task must not be done again
             self.cancelled.set()
             raise
         with self._changed:
             if task is not None:
                 self._done.add(task)
+                if task.stage == "update":
+                    self._last_update = task.batch
             self._next[resource] = next(self._left[resource])
             self._changed.notify_all()
         return True
@@ -240,18 +284,19 @@ class Runner:
             self._disturb(task)
         self._actions[task.stage](task)
 
-    def _fail(self, task: Task | None, error: BaseException) -> None:
+    def _fail(self, resource: str, task: Task | None, error: Exception) -> None:
         with self._changed:
             if self._error is None and not isinstance(error, PipelineClosedError):
-                self._error = _named(error, task, self._rank)
-            self.cancelled.set()
+                self._is_shared = isinstance(error, SharedError)
+                self._error = named(error.error if isinstance(error, SharedError) else error, task, self._rank)
+                self._failed_batch = -1 if task is None else task.batch
+            self._stalled.add(resource)
             self._changed.notify_all()
 
     def _run_inline(self) -> None:
         """Without threads: does what can be done."""
         if not self._threads:
             self._do_what_can_be()
-            self._raise()
 
     def _do_what_can_be(self) -> None:
         is_busy = True
@@ -261,13 +306,16 @@ class Runner:
                 while self._is_ready(resource) and self._do_next(resource):
                     is_busy = True
 
-    def _await(self, condition: Callable[[], bool]) -> None:
+    def _await(self, condition: Callable[[], bool], limit_s: float = math.inf) -> None:
+        deadline = time.monotonic() + limit_s
         with self._changed:
             # Looks up now and then, so that a signal is handled: waiting for a lock without limit is not interrupted.
-            while not (self.cancelled.is_set() or condition()):
+            while not self.cancelled.is_set():
+                if (self._error is None or self._failed_batch > self._turn) and condition():
+                    return
+                if (self._error is not None and self._is_settled()) or time.monotonic() > deadline:
+                    break
                 self._changed.wait(_LOOK_S)
-            if condition() and self._error is None:
-                return
         self._raise()
         raise PipelineClosedError(f"rank {self._rank}: the pipeline was closed")
 
@@ -285,7 +333,7 @@ class Runner:
         self._done = {task for task in self._done if task.batch >= turn - self._schedule.depth - 3}
 
 
-def _named(error: BaseException, task: Task | None, rank: int) -> RowmeshError:
+def named(error: BaseException, task: Task | None, rank: int) -> RowmeshError:
     """The error with the rank, stage and batch it happened in."""
     where = "" if task is None else f" in stage {task.stage!r} of batch {task.batch}"
     text = str(error) if isinstance(error, RowmeshError) else f"{type(error).__name__}: {error}"

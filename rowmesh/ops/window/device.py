@@ -152,6 +152,11 @@ class DeviceWindow:
         else:
             self._pool.backward(grad, filed.of_first(self.num_unique), self._gradients, self._num_found, adds=adds)
 
+    def lack_gradients(self) -> None:
+        """Gradients of some micro-batches do not come; those that are there, or zeros, go in their place."""
+        if self._gradients is None:
+            self._gradients = self.source.new_zeros(self.num_unique, self.source.shape[1], dtype=self._dtype)
+
     def gradients(self) -> Tensor:
         """`[U, D]`: they come from the stream that computed, and are about to be read on the current one."""
         assert self._gradients is not None

@@ -1,0 +1,240 @@
+"""Ends of data, errors ahead, and loops that are left: every rank has trained the same steps, and can go on."""
+
+import threading
+
+import pytest
+import torch
+
+from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
+from rowmesh.data import Batch
+from rowmesh.errors import DataError, RowmeshError
+from rowmesh.pipeline import Pipeline
+from tests.support.tables import table
+
+NUM_ROWS, NUM_BATCHES, BAD = 50, 9, 5
+TABLES = {
+    "collective": [table("item", NUM_ROWS, 4)],
+    "one_sided": [table("item", NUM_ROWS, 4)],
+    "tiered": [TableSpec(name="item", num_rows=NUM_ROWS, dim=4, storage="tiered")],
+    "cores": [TableSpec(name="item", num_rows=NUM_ROWS, dim=4, storage="tensor_train", optimizer=AdaGrad())],
+    "both": [
+        table("item", NUM_ROWS, 4),
+        TableSpec(name="word", num_rows=60, dim=4, storage="tensor_train", optimizer=AdaGrad()),
+    ],
+}
+
+
+def make(mesh, kind):
+    transport = "one_sided" if kind == "one_sided" and mesh.world_size > 1 else "auto"
+    if kind == "collective" and mesh.world_size > 1:
+        transport = "collective"
+    collection = EmbeddingCollection(TABLES[kind], mesh=mesh, transport=transport)
+    return collection, EmbeddingOptimizer(collection)
+
+
+def batch_of(ids, kind):
+    bags = {"item": [[i] for i in ids]}
+    if kind == "both":
+        bags["word"] = bags["item"]
+    return Batch(torch.zeros(len(ids), 0), SparseBatch.from_bags(bags), torch.zeros(len(ids)))
+
+
+def batches(rank, kind, count=NUM_BATCHES, spoil=None):
+    """`spoil` is the number of a batch and what becomes of it there."""
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(count):
+        ids = torch.randint(0, NUM_ROWS, (8,), generator=generator).tolist()
+        if spoil is not None and number == spoil[0]:
+            if spoil[1] == "raises":
+                raise DataError("line 7 is not a sample")
+            if spoil[1] == "ends":
+                return
+            if spoil[1] == "bad id":
+                ids[3] = NUM_ROWS
+        yield batch_of(ids, kind)
+
+
+def train(window, optimizer):
+    for part in window:
+        part.embeddings.values.square().sum().backward()
+    optimizer.step()
+
+
+def values(collection):
+    found = []
+    for spec in collection.tables:
+        if spec.storage == "tensor_train":
+            found += [core.clone() for core in collection.cores(spec.name).cores]
+        else:
+            found += [piece.values.clone() for piece in collection.local_rows(spec.name)]
+    return found
+
+
+def train_plain(mesh, kind, numbers, micro_batches=1):
+    """What a loop in turn trains on these batches."""
+    collection, optimizer = make(mesh, kind)
+    items = [item for number, item in enumerate(batches(mesh.rank, kind)) if number in numbers]
+    for item in items:  # a pipeline each, so that nothing is ahead
+        with Pipeline(collection, depth=0, micro_batches=micro_batches, overlap=False) as pipeline:
+            for window in pipeline.windows([item]):
+                train(window, optimizer)
+    rows = values(collection)
+    collection.close()
+    return rows
+
+
+def same(mine, theirs):
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def meet_an_error(mesh, kind, how, depth, micro_batches, culprits, overlap=True):
+    """Trains until the error, then goes on with the batches behind it."""
+    collection, optimizer = make(mesh, kind)
+    spoil = (BAD, how) if mesh.rank in culprits else None
+    given, error, threads = 0, None, set(threading.enumerate())
+    pipeline = Pipeline(collection, depth=depth, micro_batches=micro_batches, overlap=overlap)
+    try:
+        for window in pipeline.windows(batches(mesh.rank, kind, spoil=spoil)):
+            train(window, optimizer)
+            given += 1
+    except RowmeshError as caught:
+        error = type(caught).__name__, str(caught)
+    left = [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("rowmesh")]
+    steps, rows = collection.step_count, values(collection)
+    behind = [item for number, item in enumerate(batches(mesh.rank, kind)) if number > BAD]
+    for window in pipeline.windows(behind):
+        train(window, optimizer)
+    after = values(collection)
+    pipeline.close()
+    collection.close()
+    return given, steps, error, left, rows, after
+
+
+def check_an_error(ends, plain, gone_on, culprits, how):
+    for rank, (given, steps, error, left, rows, after) in enumerate(ends):
+        assert (given, steps, left) == (BAD, BAD, []), (rank, error)
+        assert same(rows, plain[rank])
+        assert same(after, gone_on[rank])
+        kind, text = error or ("none", "")
+        if how == "ends":
+            if len(culprits) == len(ends):
+                assert error is None
+            else:
+                assert kind == "PeerError"
+                ended = ", ".join(map(str, sorted(culprits)))
+                assert text.startswith(f"rank {rank}: ranks are out of step: rank"), text
+                assert f"{ended} has no batch {BAD} and rank" in text or f"s {ended} has no batch" in text, text
+        elif rank in culprits:
+            stage = "read" if how == "raises" else "route"
+            assert text.startswith(f"rank {rank} in stage '{stage}' of batch {BAD}: "), text
+            assert kind == ("DataError" if how == "raises" else "IdRangeError")
+        else:
+            assert kind == "PeerError"
+            assert f"could not read batch {BAD} or make it ready; its own error says why" in text, text
+
+
+HOWS = ("raises", "ends", "bad id")
+KINDS = ("collective", "one_sided", "tiered", "cores", "both")
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("kind", ["collective", "tiered", "cores"])
+def test_an_error_ahead_is_the_end_of_data_on_one_rank(how, kind):
+    for depth, micro_batches, overlap in ((0, 1, True), (1, 2, True), (3, 1, True), (3, 2, False)):
+        ends = [meet_an_error(Mesh(), kind, how, depth, micro_batches, {0}, overlap)]
+        before, behind = range(BAD), [n for n in range(NUM_BATCHES) if n != BAD]
+        plain = [train_plain(Mesh(), kind, before, micro_batches)]
+        gone_on = [train_plain(Mesh(), kind, behind, micro_batches)]
+        check_an_error(ends, plain, gone_on, {0}, how)
+
+
+def meet_errors(mesh, kind, how, cases):
+    before, behind = range(BAD), [number for number in range(NUM_BATCHES) if number != BAD]
+    done, ends = {}, []
+    for depth, micro_batches, culprits in cases:
+        if micro_batches not in done:
+            done[micro_batches] = [train_plain(mesh, kind, numbers, micro_batches) for numbers in (before, behind)]
+        ends.append((meet_an_error(mesh, kind, how, depth, micro_batches, culprits), *done[micro_batches]))
+    return ends
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_error_ahead_is_the_end_of_data_on_all_ranks(ranks, how, kind, world_size):
+    """Thirty loops in a row on one mesh, none of which hangs or meets a message of the one before."""
+    culprits = [{1}, {0}, set(range(world_size))]
+    cases = [(depth, parts, each) for depth in (0, 1, 3) for parts in (1, 4) for each in culprits]
+    found = ranks.run(meet_errors, kind, how, cases, world_size=world_size)
+    for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+        ends, plain, gone_on = zip(*of_ranks, strict=True)
+        check_an_error(ends, plain, gone_on, case[2], how)
+
+
+# A loop that is left
+
+
+class Mistake(Exception):
+    """Of a loop's body."""
+
+
+def leave(mesh, kind, how, depth, micro_batches, culprits):
+    """Leaves the fourth batch, or after it, on some ranks; then all go on with the next batches."""
+    collection, optimizer = make(mesh, kind)
+    given, error, threads = 0, None, set(threading.enumerate())
+    pipeline = Pipeline(collection, depth=depth, micro_batches=micro_batches)
+    try:
+        for window in pipeline.windows(batches(mesh.rank, kind)):
+            given += 1
+            goes = given == 4 and mesh.rank in culprits
+            for place, part in enumerate(window):
+                if goes and how == "amid" and place == micro_batches - 1:
+                    raise Mistake
+                part.embeddings.values.square().sum().backward()
+            if goes and how == "before its step":
+                break
+            optimizer.step()
+            if goes and how == "after its step":
+                raise Mistake
+    except (RowmeshError, Mistake) as caught:
+        error = type(caught).__name__, str(caught)
+    left = [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("rowmesh")]
+    steps, rows = collection.step_count, values(collection)
+    behind = [item for number, item in enumerate(batches(mesh.rank, kind)) if number > BAD]
+    for window in pipeline.windows(behind):
+        train(window, optimizer)
+    after = values(collection)
+    pipeline.close()
+    collection.close()
+    return given, steps, error, left, rows, after
+
+
+def leave_loops(mesh, kind, how, cases):
+    trained = range(4 if how == "after its step" else 3)
+    done, ends = {}, []
+    for depth, micro_batches, culprits in cases:
+        if micro_batches not in done:
+            behind = [*trained, *range(BAD + 1, NUM_BATCHES)]
+            done[micro_batches] = [train_plain(mesh, kind, numbers, micro_batches) for numbers in (trained, behind)]
+        ends.append((leave(mesh, kind, how, depth, micro_batches, culprits), *done[micro_batches]))
+    return ends
+
+
+@pytest.mark.parametrize("how", ["amid", "before its step", "after its step"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind):
+    cases = [(depth, parts, each) for depth in (0, 1, 3) for parts in (1, 3) for each in ({1}, {0}, {0, 1})]
+    found = ranks.run(leave_loops, kind, how, cases, world_size=2)
+    for (*_, culprits), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+        ends, plain, gone_on = zip(*of_ranks, strict=True)
+        for rank, (given, steps, error, left, rows, after) in enumerate(ends):
+            assert (steps, left) == (4 if how == "after its step" else 3, []), (rank, error)
+            assert same(rows, plain[rank])
+            assert same(after, gone_on[rank])
+            if rank in culprits:
+                assert error == (None if how == "before its step" else ("Mistake", ""))
+            else:
+                (gone,) = culprits
+                assert error[0] == "PeerError"
+                assert f"rank {gone}" in error[1] and "left" in error[1], error
+                assert given <= steps + 1
