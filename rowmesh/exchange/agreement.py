@@ -1,16 +1,8 @@
-"""Agreement: the words that ranks exchange before they go on with a batch of a pipeline, and before a step of it.
-
-A pipeline has two. *Has every rank this batch?* travels before its first row: a rank whose data have ended or failed,
-or whose loop was left, says so, and the batch is one for no rank. *Does every rank take this step?* travels before its
-first update: a rank that cannot says so, and no rank changes a row.
-
-Source: two-phase commit, of which this is the first phase; a rank that dies in the second ends the tables' use.
-"""
+"""Agreement: a few numbers of every rank, known to all before they go on with a batch of a pipeline, or a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -22,41 +14,6 @@ from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.shared_memory import share
 
 _FLAG_BYTES = 128
-
-
-class Standing(IntEnum):
-    """Whether a rank has a batch. A rank that has it says the number of its window instead, which is higher."""
-
-    ENDED = 1
-    """Its data have ended."""
-    FAILED = 2
-    """Its data, or what was done with the batch ahead, failed; the rank says why."""
-    LEFT = 3
-    """Its loop was left before."""
-
-
-class Answer(IntEnum):
-    """Whether a rank takes the step of a batch."""
-
-    TAKES = 0
-    """It does."""
-    FORGETS = 1
-    """It does, and has forgotten its gradients."""
-    LEFT = 2
-    """Its loop was left amid the batch."""
-    LEFT_BEFORE = 3
-    """Its loop was left before it was given the batch."""
-
-
-def who(mesh: Mesh, values: Sequence[int], *wanted: int) -> str:
-    """The ranks that have one of these values, for messages; "" where none has.
-
-    Example:
-        >>> who(Mesh(), [2], Standing.FAILED)
-        'rank 0'
-    """
-    names = [str(mesh.name(rank)) for rank, value in enumerate(values) if value in wanted]
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
 
 
 class Agreement:

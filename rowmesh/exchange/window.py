@@ -11,6 +11,7 @@ Source: NestPipe §V. Differs: the paper routes each micro-batch by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,17 @@ Form = Literal["unsplit", "naive", "delta"]
 """How the rows of a window travel; see `rowmesh.pipeline.window`."""
 FIRST = 4
 """The number of the first window, above all of `Standing`; a row that no window touched has number 0."""
+
+
+class Standing(IntEnum):
+    """Why a rank has no batch; in the place of the number of its window, which is higher."""
+
+    ENDED = 1
+    """Its data have ended."""
+    FAILED = 2
+    """Its data, or what was done with the batch ahead, failed."""
+    LEFT = 3
+    """Its loop was left before."""
 
 
 class WindowGroup:

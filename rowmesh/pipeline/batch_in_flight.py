@@ -9,10 +9,10 @@ from torch import Tensor
 
 from rowmesh.embeddings import Embeddings
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.agreement import Answer
 from rowmesh.exchange.window import Window
 from rowmesh.ops.streams import Mark
 from rowmesh.optim.rules import Rate
+from rowmesh.pipeline.ends import Answer
 from rowmesh.pipeline.schedule import Task
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged

@@ -11,19 +11,7 @@ The model is that of the plain loop. A batch is read and routed, and the owners 
 ahead. Rows that no rank changes any more are fetched during the batch before; other rows are fetched, and gradients
 sent, while the micro-batches are computed.
 
-[Note: ends]
-
-*Ahead.* What fails while a batch is read, routed or prefetched ends the data there: the loop gets the batches before,
-and the error in the place of the batch. Other ranks learn of it before the batch's first row travels (`Standing`), and
-end there too, as they do where a rank has no further batch.
-
-*A step* is a request. Before its update ranks tell each other whether they take it, and at which learning rates
-(`Answer`); where one does not, none does. So the rows of all ranks are those after the same steps.
-
-*A loop that is left* on several ranks owes the others messages whose sizes are known. It sends them without having
-computed the batch, in this turn or, where the batch of this turn has had its step, in the next one, and says so in the
-place of a step. All ranks then know where they stopped, and have gone through the same turns. Where rows wait for that
-update, the next turn holds nothing but what was read ahead, which says that there is nothing.
+`rowmesh.pipeline.ends` says what becomes of a batch or a step that fails on one of the ranks.
 
 Source: NestPipe §III–VI; EL-Rec §V.
 """
@@ -40,9 +28,7 @@ from typing import Generic, Self
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.engine import Driver
-from rowmesh.errors import ConfigurationError, DataError, IdRangeError, NoRoomError, PeerError, RowmeshError
-from rowmesh.exchange.agreement import Answer, Standing, who
-from rowmesh.exchange.handshake import check_rates, joined, parted
+from rowmesh.errors import ConfigurationError, DataError, IdRangeError, NoRoomError, RowmeshError
 from rowmesh.exchange.transport import PeerRefusedError
 from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
@@ -51,6 +37,7 @@ from rowmesh.optim.rules import Rate
 from rowmesh.pipeline.batch_in_flight import BatchInFlight, T
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
+from rowmesh.pipeline.ends import Answer, Ends
 from rowmesh.pipeline.recorder import WAIT, Recorder
 from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError, named
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
@@ -70,7 +57,7 @@ class Pipeline(Generic[T]):
     waits until the step is done. A program that sets rows or migrates must leave the loop first.
 
     A step is done on all ranks or on none, and is known to be done when the next window is given, when `wait`, a
-    look-up or a save has returned, or when the pipeline is closed. [Note: ends] above says what becomes of failures.
+    look-up or a save has returned, or when the pipeline is closed.
 
     Args:
         embeddings: the tables.
@@ -139,9 +126,8 @@ class Pipeline(Generic[T]):
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
         self._make_windows = partial(self._engine.windows, exchange, finds_final=finds_final, verifies=verify)
         self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._is_alone = embeddings.mesh.world_size == 1
-        self._standings = self._engine.agreement("standings", 1)
-        self._answers = self._engine.agreement("answers", 2)
+        agreements = self._engine.agreement("standings", 1), self._engine.agreement("answers", 2)
+        self._ends = Ends(embeddings.mesh, *agreements)
         is_tiered = any(windows.is_tiered for windows in self._windows)
         is_on_device = any(windows.is_on_device for windows in self._windows)
         self.make_schedule = partial(make_schedule, is_tiered=is_tiered, is_on_device=is_on_device)
@@ -161,13 +147,6 @@ class Pipeline(Generic[T]):
         self._known = [name for table in embeddings.tables for name in table.features]
         self._features: Sequence[str] | None = None  # that are looked up; None for all
         self._reader: Iterator[T] = iter(())
-        self._end: int | None = None  # the first batch that does not exist on this rank
-        self._errors: dict[int, RowmeshError] = {}  # by batch, what ends the data there
-        self._over: int | None = None  # the first batch that does not exist for any rank, once all know
-        self._why_over: RowmeshError | None = None  # where this rank has it
-        self._refused: int | None = None  # the batch whose step no rank has taken
-        self._num_decided: int | None = None  # batches that stand in dynamic tables, where ranks agreed on that
-        self._has_left = False  # the loop was left: nothing more is read
         self._first = FIRST  # the number of its first window
 
     def __repr__(self) -> str:
@@ -216,7 +195,7 @@ class Pipeline(Generic[T]):
         try:
             yield from self._turns(runner)
             runner.wait_for_all()
-            self._raise_end()
+            self._ends.check()
         finally:
             if self._runner is runner:  # it may have been closed, and another loop begun
                 self._stop()
@@ -238,9 +217,8 @@ class Pipeline(Generic[T]):
     def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
         if self._num_migrations != self._engine.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._reader, self._end, self._over, self._why_over = reader, None, None, None
-        self._refused, self._num_decided, self._has_left = None, None, False
-        self._errors.clear()
+        self._reader = reader
+        self._ends.begin(self._first)
         for windows in self._windows:
             windows.begin(self._first)
         actions = {name: getattr(self, f"_{name}") for name in _ACTIONS}
@@ -286,12 +264,6 @@ class Pipeline(Generic[T]):
     def _request(self, runner: Runner, batch: BatchInFlight[T]) -> None:
         """Has the update of a batch begin, whose learning rates are there; once more where Ctrl-C came between."""
         runner.done(Task("step", batch.number))
-
-    def _raise_end(self) -> None:
-        """Raises what ended the data, if they did not end on all ranks alike."""
-        error = None if self._over is None else self._errors.get(self._over, self._why_over)
-        if error is not None:
-            raise error
 
     def _note_dense(self, batch: BatchInFlight[T]) -> None:
         """Notes when the dense network was updated: the driver's work after `wait` is not part of the step."""
@@ -374,8 +346,8 @@ class Pipeline(Generic[T]):
             self._make_room(runner)
         finally:
             self._engine.prepare_to_take_back()
-            late = runner.close(lambda: self._engine.take_back(self._decided(num_given)))
-            self._late_error = refusal or (None if self._has_left and self._refused is not None else late)
+            late = runner.close(lambda: self._engine.take_back(self._num_decided(num_given)))
+            self._late_error = refusal or late
         self._streams.meet()  # before anything is dropped
         for windows in self._windows:
             windows.end()
@@ -387,42 +359,46 @@ class Pipeline(Generic[T]):
         self._streams.forget()
         self._current, self._reader = None, iter(())
 
-    def _decided(self, num_given: int) -> int:
+    def _num_decided(self, num_given: int) -> int:
         """How many batches stand in dynamic tables: the same on all ranks, where they could agree on it."""
-        return num_given if self._num_decided is None else self._num_decided
+        return num_given if self._ends.num_decided is None else self._ends.num_decided
 
     def _part(self, runner: Runner) -> RowmeshError | None:
-        """Sends other ranks what they wait for, until all know where this one stopped; see [Note: ends].
+        """Sends other ranks what they wait for, until all know where this one stopped; see `rowmesh.pipeline.ends`.
 
         Returns:
             What became of a step that the program took, where no rank has taken it and the program does not know.
         """
-        is_over = self._over is not None and self._over <= self._turn
-        if self._is_alone or is_over or runner.cancelled.is_set() or runner.is_beyond_help:
+        ends, mine = self._ends, self._current
+        if ends.is_alone or ends.is_over(self._turn) or runner.cancelled.is_set() or runner.is_beyond_help:
             return None
-        if self._refused is not None:  # all ranks enter the turn after
-            if self._turn == self._refused:
+        if ends.refused is not None:  # all ranks enter the turn after
+            if self._turn == ends.refused:
                 self._enter_next(runner)
             return None
-        self._has_left, deadline = True, time.monotonic() + _LEAVE_S
-        mine = self._current
+        ends.has_left, deadline = True, time.monotonic() + _LEAVE_S
         try:
             if mine is not None and mine.lrs is None:
                 self._abandon(runner, mine, Answer.LEFT)
-            while True:
-                self._enter_next(runner)
-                if self._turn < 0:
-                    continue
-                runner.wait(Task("compute", self._turn), deadline - time.monotonic())
-                if (batch := self._batch(self._turn)) is None:
-                    self._end_turn(runner, self._turn)
-                    return None
-                self._abandon(runner, batch, Answer.LEFT_BEFORE)
+            self._go_through_turns(runner, deadline)
         except PipelineClosedError:
             return None
         except RowmeshError as error:
-            is_mine = mine is not None and mine.lrs is not None and self._refused == mine.number
-            return error if is_mine or self._refused is None else None
+            is_mine = mine is not None and mine.lrs is not None and ends.refused == mine.number
+            return error if is_mine or ends.refused is None else None
+        return None
+
+    def _go_through_turns(self, runner: Runner, deadline: float) -> None:
+        """Enters turns, without computing their batches, up to the end or a step that is refused, which is raised."""
+        while True:
+            self._enter_next(runner)
+            if self._turn < 0:
+                continue
+            runner.wait(Task("compute", self._turn), deadline - time.monotonic())
+            if (batch := self._batch(self._turn)) is None:
+                self._end_turn(runner, self._turn)
+                return
+            self._abandon(runner, batch, Answer.LEFT_BEFORE)
 
     def _enter_next(self, runner: Runner) -> None:
         self._turn += 1
@@ -519,16 +495,23 @@ class Pipeline(Generic[T]):
     # Which batches there are
 
     def _keep(self, task: Task, error: Exception) -> bool:
-        """Keeps what failed ahead of the loop, as the end of the data; see [Note: ends]."""
-        is_refused = task.stage == "open" and isinstance(error, (IdRangeError, PeerRefusedError))
+        """Keeps what failed ahead of the loop as the end of the data."""
+        is_refused = task.stage == "open" and isinstance(error, (IdRangeError, PeerRefusedError))  # on all ranks
         has_no_room = task.stage == "retrieve" and isinstance(error, NoRoomError)
         if not (task.stage in ("read", "route") or is_refused or has_no_room):
             return False
-        self._errors[task.batch] = named(error, task, self._engine.mesh.rank)
-        self._end = task.batch if self._end is None else min(self._end, task.batch)
-        if self._is_alone or is_refused:
-            self._end_everywhere(task.batch)
+        self._ends.end_here(task.batch, named(error, task, self._engine.mesh.rank), everywhere=is_refused)
         return True
+
+    def _batch(self, number: int) -> BatchInFlight[T] | None:
+        return None if self._ends.is_over(number) else self._in_flight.get(number)
+
+    def _window(self, task: Task) -> Window | None:
+        batch = self._batch(task.batch)
+        return None if batch is None else batch.window
+
+    def _standing(self, task: Task) -> int:
+        return self._ends.standing(task.batch, has_batch=self._window(task) is not None)
 
     @property
     def _asks_late(self) -> bool:
@@ -538,67 +521,20 @@ class Pipeline(Generic[T]):
         where rows may find no room in fast memory after it.
         """
         can_split = any(windows.is_split for windows in self._windows)
-        return not self._is_alone and (not can_split or any(windows.is_tiered for windows in self._windows))
-
-    def _is_over(self, number: int) -> bool:
-        """Whether all ranks know that there is no such batch."""
-        return self._over is not None and number >= self._over
-
-    def _batch(self, number: int) -> BatchInFlight[T] | None:
-        return None if self._is_over(number) else self._in_flight.get(number)
-
-    def _window(self, task: Task) -> Window | None:
-        batch = self._batch(task.batch)
-        return None if batch is None else batch.window
-
-    def _end_everywhere(self, number: int, why: RowmeshError | None = None) -> None:
-        """Notes that all ranks end before a batch."""
-        if not self._is_over(number):
-            self._over, self._why_over, self._num_decided = number, why, number
-
-    def _standing(self, number: int) -> int:
-        """The number of a window, or why this rank has none."""
-        if number in self._errors:
-            return Standing.FAILED
-        batch = self._in_flight.get(number)
-        if batch is None or batch.window is None:
-            return Standing.LEFT if self._has_left else Standing.ENDED
-        return batch.window.number
-
-    def _compare(self, number: int, standings: Sequence[int]) -> bool:
-        """Whether all ranks have a batch; where not, it is the end."""
-        mesh, here = self._engine.mesh, self._first + number
-        if all(each == here for each in standings):
-            return True
-        why = None
-        if failed := who(mesh, standings, Standing.FAILED):
-            why = f"{failed} could not read batch {number} or make it ready; its own error says why"
-        elif left := who(mesh, standings, Standing.LEFT):
-            why = f"the loop of {left} was left before batch {number}"
-        elif any(each != Standing.ENDED for each in standings):
-            ended, has = who(mesh, standings, Standing.ENDED) or "another rank", who(mesh, standings, here) or "another"
-            why = (
-                f"ranks are out of step: {ended} has no batch {number} and {has} has; every rank must bring equally "
-                "many batches to its pipeline"
-            )
-        self._end_everywhere(number, None if why is None else PeerError(f"rank {mesh.name(mesh.rank)}: {why}"))
-        return False
+        is_tiered = any(windows.is_tiered for windows in self._windows)
+        return not self._ends.is_alone and (is_tiered or not can_split)
 
     # Stages, in other threads
 
     def _read(self, task: Task) -> None:
-        if self._end is not None or self._has_left:
+        if self._ends.here is not None or self._ends.has_left:
             return
         try:
             item = next(self._reader)
         except StopIteration:
-            self._end = task.batch
+            self._ends.end_here(task.batch)
             return
-        if not (hasattr(item, "sparse") and hasattr(item, "take")):
-            raise DataError(
-                f"the loader gave a {type(item).__name__}, and a pipeline needs items with `sparse`, a SparseBatch or "
-                "a KeyedJaggedTensor, and `take(samples)`, as rowmesh.data.Batch has"
-            )
+        _check_item(item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
         self._in_flight[task.batch] = BatchInFlight(self, task.batch, item)
 
     def _route(self, task: Task) -> None:
@@ -606,6 +542,7 @@ class Pipeline(Generic[T]):
             sparse = self._sparse_of(batch.item)
             order, sizes = self._cutter(sparse)
             if order is not None:
+                _check_item(batch.item, "take", "a method that takes samples, since they are clustered")
                 batch.order, batch.item = order, batch.item.take(order)
                 sparse = self._sparse_of(batch.item)
             window = self._engine.make_window(sparse, sizes)
@@ -618,20 +555,20 @@ class Pipeline(Generic[T]):
         return sparse if self._features is None else with_empty_bags(sparse, self._features, self._known)
 
     def _open(self, task: Task) -> None:
-        if self._is_over(task.batch):
+        if self._ends.is_over(task.batch):
             return
-        window, standing = self._window(task), self._standing(task.batch)
+        window, standing = self._window(task), self._standing(task)
         for windows in self._windows:
-            if windows.is_split and not self._compare(task.batch, windows.open(window, standing)):
+            if windows.is_split and not self._ends.compare(task.batch, windows.open(window, standing)):
                 return
 
     def _retrieve(self, task: Task, runner: Runner) -> None:
         if window := self._window(task):
             try:
                 for windows in self._windows:
-                    windows.retrieve(window, lambda: runner.may_wait(task) and not self._is_over(task.batch))
+                    windows.retrieve(window, lambda: runner.may_wait(task) and not self._ends.is_over(task.batch))
             except NoRoomError:
-                if runner.is_of_use(task) and not self._is_over(task.batch):
+                if runner.is_of_use(task) and not self._ends.is_over(task.batch):
                     raise
 
     def _final(self, task: Task) -> None:
@@ -640,10 +577,8 @@ class Pipeline(Generic[T]):
                 windows.final(window)
 
     def _rows(self, task: Task) -> None:
-        if task.part == 0 and self._asks_late and not self._is_over(task.batch):
-            standings = self._standings(self._standing(task.batch))[:, 0].tolist()
-            if not self._compare(task.batch, standings):
-                return
+        if task.part == 0 and self._asks_late and not self._ends.is_over(task.batch):
+            self._ends.ask(task.batch, self._standing(task))
         if window := self._window(task):
             for windows in self._windows:
                 windows.fetch(window, task.part)
@@ -657,52 +592,29 @@ class Pipeline(Generic[T]):
         batch = self._batch(task.batch)
         if batch is None:
             return
-        assert batch.window
-        forgets = self._agree(batch, batch.window)
-        assert batch.lrs is not None
-        self._engine.update_window(self._windows, batch.window, batch.lrs, forgets=forgets)
-        self._streams.keep(task.batch, batch.window)
+        window, engine, rates = batch.window, self._engine, batch.lrs or ()
+        assert window
+        try:
+            forgets = self._ends.agree(batch.number, batch.answer, engine.make_step(rates, engine.step_count + 1))
+        except RowmeshError as error:
+            if self._ends.refused is None:
+                raise
+            for windows in self._windows:
+                windows.unpin(window)
+            raise SharedError(error) from error
+        engine.update_window(self._windows, window, rates, forgets=forgets)
+        self._streams.keep(task.batch, window)
         self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
         batch.window = None  # its memory serves another one, even where the program keeps the batch
         del self._in_flight[task.batch]
 
-    def _agree(self, batch: BatchInFlight[T], window: Window) -> bool:
-        """Makes sure that all ranks take the step of a batch; returns whether they have forgotten its gradients.
 
-        Raises:
-            SharedError: some do not, on all ranks alike; no rank updates a row.
-        """
-        step = self._engine.make_step(batch.lrs or ())
-        words = self._answers(joined(window.number, step), batch.answer)
-        answers = words[:, 1].tolist()
-        if not any(answers) and self._is_alone:
-            return False
-        try:
-            self._check_answers(batch.number, answers)
-            if any(answers) or len(set(words[:, 0].tolist())) > 1:
-                check_rates(self._answers.mesh, parted(words[:, 0].tolist())[1], step)
-        except RowmeshError as error:
-            self._refused = batch.number
-            self._num_decided = batch.number + (Answer.LEFT_BEFORE not in answers)
-            for windows in self._windows:
-                windows.unpin(window)
-            raise SharedError(error) from error
-        return answers[0] == Answer.FORGETS
-
-    def _check_answers(self, number: int, answers: Sequence[int]) -> None:
-        mesh = self._engine.mesh
-        me, last = f"rank {mesh.name(mesh.rank)}", f"the last step of all ranks is {self._engine.step_count}"
-        if left := who(mesh, answers, Answer.LEFT, Answer.LEFT_BEFORE):
-            where = "amid" if Answer.LEFT in answers else "before"
-            raise PeerError(
-                f"{me}: {left} left its loop {where} batch {number}, whose step no rank has taken; its own error says "
-                f"why; {last}"
-            )
-        if len(set(answers)) > 1:
-            raise PeerError(
-                f"{me}: {who(mesh, answers, Answer.FORGETS)} called zero_grad() before the step of batch {number} and "
-                f"the other ranks did not; call it on all ranks or on none; no rank has taken the step, and {last}"
-            )
+def _check_item(item: object, name: str, kind: str) -> None:
+    if not hasattr(item, name):
+        raise DataError(
+            f"the loader of a pipeline gave a {type(item).__name__} without {name!r}, {kind}; give items as "
+            "rowmesh.data.Batch is"
+        )
 
 
 def _check(depth: int, micro_batches: int, exchange: str) -> None:

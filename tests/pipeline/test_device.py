@@ -310,8 +310,8 @@ def bring_more(mesh):
 
 def test_a_rank_that_brings_more_batches(ranks):
     for rank, message in enumerate(ranks.run(bring_more, world_size=2)):
-        where = f"rank {rank} in stage 'open' of batch 2: rank {rank}: ranks are out of step: "
-        assert message.startswith(f"{where}rank 0 opens batch 2, rank 1 has no more; every rank must bring equally")
+        where = f"rank {rank}: ranks are out of step: rank 1 has no batch 2 and rank 0 has; "
+        assert message.startswith(f"{where}every rank must bring equally many batches")
 
 
 def refused(mesh):

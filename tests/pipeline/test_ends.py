@@ -174,7 +174,7 @@ def test_an_error_ahead_is_the_end_of_data_on_all_ranks(ranks, how, kind, world_
 # A loop that is left
 
 
-class Mistake(Exception):
+class BodyError(Exception):
     """Of a loop's body."""
 
 
@@ -189,14 +189,14 @@ def leave(mesh, kind, how, depth, micro_batches, culprits):
             goes = given == 4 and mesh.rank in culprits
             for place, part in enumerate(window):
                 if goes and how == "amid" and place == micro_batches - 1:
-                    raise Mistake
+                    raise BodyError
                 part.embeddings.values.square().sum().backward()
             if goes and how == "before its step":
                 break
             optimizer.step()
             if goes and how == "after its step":
-                raise Mistake
-    except (RowmeshError, Mistake) as caught:
+                raise BodyError
+    except (RowmeshError, BodyError) as caught:
         error = type(caught).__name__, str(caught)
     left = [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("rowmesh")]
     steps, rows = collection.step_count, values(collection)
@@ -232,9 +232,10 @@ def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind):
             assert same(rows, plain[rank])
             assert same(after, gone_on[rank])
             if rank in culprits:
-                assert error == (None if how == "before its step" else ("Mistake", ""))
+                assert error == (None if how == "before its step" else ("BodyError", ""))
             else:
                 (gone,) = culprits
                 assert error[0] == "PeerError"
-                assert f"rank {gone}" in error[1] and "left" in error[1], error
+                assert f"rank {gone}" in error[1]
+                assert "left" in error[1]
                 assert given <= steps + 1

@@ -80,6 +80,7 @@ class DeviceWindow:
         self._is_final: tuple[Tensor, Tensor] | None = None  # uint8 [n] and [M]: of rows that come and go
         self._orders: list[tuple[Tensor, Tensor] | None] = []  # sorted, while the host does not know sizes
         self._gradients: Tensor | None = None
+        self._dtype: torch.dtype | None = None  # of gradients that travel by micro-batch
         self._left: LeftGradient | None = None
 
     def cut(
@@ -154,7 +155,7 @@ class DeviceWindow:
 
     def lack_gradients(self) -> None:
         """Gradients of some micro-batches do not come; those that are there, or zeros, go in their place."""
-        if self._gradients is None:
+        if self._gradients is None and self._dtype is not None:  # else none go by micro-batch
             self._gradients = self.source.new_zeros(self.num_unique, self.source.shape[1], dtype=self._dtype)
 
     def gradients(self) -> Tensor:

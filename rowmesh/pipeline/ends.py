@@ -1,0 +1,182 @@
+"""Ends: where a pipeline's data end, and which step no rank takes; the same on all ranks.
+
+*Ahead.* What fails while a batch is read, routed or prefetched ends the data there: the loop gets the batches before,
+and the error in the place of the batch. Other ranks learn of it before the batch's first row travels (`Standing`), and
+end there too, as they do where a rank has no further batch.
+
+*A step* is a request. Before its update ranks tell each other whether they take it, and at which learning rates
+(`Answer`); where one does not, none does. So the rows of all ranks are those after the same steps.
+
+*A loop that is left* on one of several ranks owes the others messages whose sizes are known. It sends them without
+having computed the batch, in this turn or, where the batch of this turn has had its step, in the next one, and says so
+in the place of a step. All ranks then know where they stopped. They have entered the same turns, the one after the
+refused batch too: there rows wait for its update in vain, and a batch that is opened before rows says that it is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.exchange.agreement import Agreement
+from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.exchange.window import Standing
+from rowmesh.mesh import Mesh
+
+
+class Answer(IntEnum):
+    """Whether a rank takes the step of a batch."""
+
+    TAKES = 0
+    """It does."""
+    FORGETS = 1
+    """It does, and has forgotten its gradients."""
+    LEFT = 2
+    """Its loop was left amid the batch."""
+    LEFT_BEFORE = 3
+    """Its loop was left before it was given the batch."""
+
+
+class Ends:
+    """Where one run over a loader ends. Threads of a pipeline read and write it.
+
+    Each attribute has one writer at a time: what this rank meets ahead is written by the thread that meets it, what all
+    ranks know by the thread that exchanged it, and the driver reads both after the tasks that wrote them.
+
+    Args:
+        mesh: the ranks.
+        standings: has them compare which batch they have.
+        answers: has them compare which step they take; its messages are sent by another thread.
+
+    Attributes:
+        here: the first batch that does not exist on this rank, once it is known.
+        over: the first batch that exists for no rank, once all know.
+        refused: the batch whose step no rank has taken.
+        num_decided: batches that stand in dynamic tables, once all ranks know.
+        has_left: the loop was left, and nothing more is read.
+    """
+
+    def __init__(self, mesh: Mesh, standings: Agreement, answers: Agreement) -> None:
+        self._mesh, self._standings, self._answers = mesh, standings, answers
+        self.is_alone = mesh.world_size == 1
+        self.begin(0)
+
+    def begin(self, first: int) -> None:
+        """A run begins, whose first window has this number."""
+        self._first = first
+        self.here: int | None = None
+        self.over: int | None = None
+        self.refused: int | None = None
+        self.num_decided: int | None = None
+        self.has_left = False
+        self._errors: dict[int, RowmeshError] = {}  # by batch, what ends the data there on this rank
+        self._why: RowmeshError | None = None  # what another rank has ended them by
+
+    # Ahead
+
+    def end_here(self, number: int, error: RowmeshError | None = None, *, everywhere: bool = False) -> None:
+        """There is no such batch on this rank, and no later one.
+
+        Args:
+            number: of the batch.
+            error: what ended the data; None: there are no more.
+            everywhere: whether all ranks know.
+        """
+        if error is not None:
+            self._errors[number] = error
+        self.here = number if self.here is None else min(self.here, number)
+        if everywhere or self.is_alone:
+            self._end(number)
+
+    def is_over(self, number: int) -> bool:
+        """Whether all ranks know that there is no such batch."""
+        return self.over is not None and number >= self.over
+
+    def standing(self, number: int, *, has_batch: bool) -> int:
+        """The number of a window of this rank, or why it has none."""
+        if number in self._errors:
+            return Standing.FAILED
+        if has_batch:
+            return self._first + number
+        return Standing.LEFT if self.has_left else Standing.ENDED
+
+    def ask(self, number: int, standing: int) -> bool:
+        """Whether all ranks have a batch; where not, it is the end. Collective and blocking: 8 bytes a rank."""
+        return self.compare(number, self._standings(standing)[:, 0].tolist())
+
+    def compare(self, number: int, standings: Sequence[int]) -> bool:
+        """The same, given the standings of all ranks."""
+        here = self._first + number
+        if all(each == here for each in standings):
+            return True
+        why = None
+        if failed := self._name(standings, Standing.FAILED):
+            why = f"{failed} could not read batch {number} or make it ready; its own error says why"
+        elif left := self._name(standings, Standing.LEFT):
+            why = f"the loop of {left} was left before batch {number}"
+        elif any(each != Standing.ENDED for each in standings):
+            ended, has = self._name(standings, Standing.ENDED), self._name(standings, here)
+            why = (
+                f"ranks are out of step: {ended or 'another rank'} has no batch {number} and {has or 'another'} has; "
+                "every rank must bring equally many batches to its pipeline"
+            )
+        self._end(number, None if why is None else PeerError(f"rank {self._mesh.name(self._mesh.rank)}: {why}"))
+        return False
+
+    def _end(self, number: int, why: RowmeshError | None = None) -> None:
+        if not self.is_over(number):
+            self.over, self.num_decided, self._why = number, number, why
+
+    def check(self) -> None:
+        """Raises what ended the data, where they did not simply end on all ranks alike."""
+        error = None if self.over is None else self._errors.get(self.over, self._why)
+        if error is not None:
+            raise error
+
+    def _name(self, values: Sequence[int], *wanted: int) -> str:
+        """The ranks that have one of these values; "" where none has."""
+        names = [str(self._mesh.name(rank)) for rank, value in enumerate(values) if value in wanted]
+        return f"rank{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
+
+    # A step
+
+    def agree(self, number: int, answer: Answer, step: Step) -> bool:
+        """Makes sure that all ranks take the step of a batch. Collective and blocking: 16 bytes a rank.
+
+        Args:
+            number: of the batch.
+            answer: of this rank.
+            step: number and learning rates.
+
+        Returns:
+            Whether all ranks have forgotten its gradients.
+
+        Raises:
+            PeerError, ConfigurationError: on all ranks alike, where one does not take it, or at other learning rates.
+        """
+        if self.is_alone:
+            return answer == Answer.FORGETS
+        words = self._answers(joined(self._first + number, step), answer)
+        answers = words[:, 1].tolist()
+        try:
+            self._check_answers(number, answers, step.number - 1)
+            check_rates(self._answers.mesh, parted(words[:, 0].tolist())[1], step)
+        except RowmeshError:
+            self.refused, self.num_decided = number, number + (Answer.LEFT_BEFORE not in answers)
+            raise
+        return answer == Answer.FORGETS
+
+    def _check_answers(self, number: int, answers: Sequence[int], last_step: int) -> None:
+        me, last = f"rank {self._mesh.name(self._mesh.rank)}", f"the last step of all ranks is {last_step}"
+        if left := self._name(answers, Answer.LEFT, Answer.LEFT_BEFORE):
+            where = "amid" if Answer.LEFT in answers else "before"
+            raise PeerError(
+                f"{me}: {left} left its loop {where} batch {number}, whose step no rank has taken; its own error says "
+                f"why; {last}"
+            )
+        if len(set(answers)) > 1:
+            raise PeerError(
+                f"{me}: {self._name(answers, Answer.FORGETS)} called zero_grad() before the step of batch {number} and "
+                f"other ranks did not; call it on all ranks or on none; no rank has taken the step, and {last}"
+            )
