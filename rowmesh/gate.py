@@ -1,7 +1,8 @@
 """Gate: look-ups of several threads at the same time, updates alone.
 
 A look-up between two updates finds the rows that the first one left, also where other ranks read them: an update waits
-for the look-ups of its rank, and no rank updates before all have come to it.
+for the look-ups of its rank, and no rank updates before all have come to it. Ctrl-C waits until a thread is out again
+(`rowmesh.interrupts`): what it does inside is done whole, and the gate is not left taken.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from functools import partial
 from typing import Any
 
 from rowmesh.faults import reach
+from rowmesh.interrupts import hold, release
 
 
 class Gate:
     """A lock for rows: look-ups may overlap, changes are alone. A thread must not enter it twice.
+
+    While the main thread is inside, Ctrl-C is held.
 
     Args:
         is_shared: whether look-ups may overlap; else they take turns.
@@ -52,11 +56,16 @@ class _Reading:
 
     def __enter__(self) -> None:
         gate = self._gate
-        with gate.lock:
-            while gate.is_written or gate.num_waiting or gate.num_reading >= gate.max_reading:
-                reach("gate.wait_to_read")
-                gate.changed.wait()
-            gate.num_reading += 1
+        hold()
+        try:
+            with gate.lock:
+                while gate.is_written or gate.num_waiting or gate.num_reading >= gate.max_reading:
+                    reach("gate.wait_to_read")
+                    gate.changed.wait()
+                gate.num_reading += 1
+        except BaseException:
+            release()
+            raise
 
     def __exit__(self, *error: object) -> None:
         gate = self._gate
@@ -64,6 +73,7 @@ class _Reading:
             gate.num_reading -= 1
             if gate.num_waiting or not gate.is_shared:
                 gate.changed.notify_all()
+        release()
 
 
 class _Writing:
@@ -74,20 +84,26 @@ class _Writing:
 
     def __enter__(self) -> None:
         gate = self._gate
-        with gate.lock:
-            gate.num_waiting += 1
-            try:
-                while gate.is_written or gate.num_reading:
-                    reach("gate.wait_to_write")
-                    gate.changed.wait()
-                gate.is_written = True
-            finally:
-                gate.num_waiting -= 1
-                if not gate.is_written:  # interrupted
-                    gate.changed.notify_all()
+        hold()
+        try:
+            with gate.lock:
+                gate.num_waiting += 1
+                try:
+                    while gate.is_written or gate.num_reading:
+                        reach("gate.wait_to_write")
+                        gate.changed.wait()
+                    gate.is_written = True
+                finally:
+                    gate.num_waiting -= 1
+                    if not gate.is_written:  # interrupted
+                        gate.changed.notify_all()
+        except BaseException:
+            release()
+            raise
 
     def __exit__(self, *error: object) -> None:
         gate = self._gate
         with gate.lock:
             gate.is_written = False
             gate.changed.notify_all()
+        release()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rowmesh.errors import RowmeshError
+from rowmesh.faults import reach
 from rowmesh.ops.cache_table import CacheTable
 from rowmesh.ops.slot_set import SlotSet
 from rowmesh.tables.backing import BackingStore
@@ -150,8 +151,13 @@ class Cache:
                     self.changed.notify_all()
                     continue
                 cache_slots = self._dirty[:count]
-                slots = self.table.slots[cache_slots]
-                self._copier.pack(cache_slots)
+                try:
+                    reach("cache.pack")
+                    slots = self.table.slots[cache_slots]
+                    self._copier.pack(cache_slots)
+                except BaseException as error:  # the thread goes on, or batches would wait for it in vain
+                    self._end_write(cache_slots, error)
+                    continue
             self._write(cache_slots, slots)
 
     def _has_work(self) -> bool:
@@ -175,5 +181,9 @@ class Cache:
                 self.written.add(slots)
                 self.counters.rows_written += len(slots)
                 self.counters.bytes_written += len(slots) * self.store.stride
-            self._failure = failure
-            self.notify_freed(self.table.written(cache_slots, failure is None, self.retain))
+            self._end_write(cache_slots, failure)
+
+    def _end_write(self, cache_slots: np.ndarray, failure: BaseException | None) -> None:
+        """Cache slots were written, or are to be tried again when the failure was raised; the lock is held."""
+        self._failure = failure
+        self.notify_freed(self.table.written(cache_slots, failure is None, self.retain))

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
+from rowmesh.faults import reach
 from rowmesh.ops.cache_table import MAX_CACHE_SLOTS, MISSING
 from rowmesh.ops.merge_update import HostMerged, Merged
 from rowmesh.ops.streams import Mark, Stream
@@ -241,13 +242,14 @@ class CachedArena:
         Raises:
             NoRoomError: there are too few cache slots, and others are not unpinned, or not within the timeout.
             RowmeshError: rows cannot be read, or earlier ones not be written, naming the file; under `verify`, a row is
-                not what its last update left.
+                not what its last update left. Or another batch was reading rows for the timeout.
         """
         pinned = PinnedRows(self, slots)
         assert len(slots) == 0 or int(slots.max()) < self.num_slots, "slots that the arena does not have"
         with self._pinning:
             assigned, is_written = self._assign(pinned, may_wait)
             try:
+                reach("cached.load")
                 self._load(pinned, assigned, is_written)
             except BaseException:
                 self._discard(pinned, assigned)
@@ -264,7 +266,8 @@ class CachedArena:
         A batch that waits for cache slots has no turn: others may go on, and end its waiting.
         """
         with self._cache.changed:
-            self._cache.changed.wait_for(lambda: not self._is_taken)
+            if not self._cache.changed.wait_for(lambda: not self._is_taken, self._timeout_s):
+                raise self._not_ended(self._timeout_s)
             self._is_taken = True
         try:
             yield
@@ -288,21 +291,30 @@ class CachedArena:
             cache.raise_failure()
             num_pinned = table.num_pinned
             missing = table.pin(slots, cache_slots)
-            pinned.num_found = len(slots) - missing
-            num_forwarded = pinned.num_found - (table.num_pinned - num_pinned)
             try:
+                pinned.num_found = len(slots) - missing
+                num_forwarded = pinned.num_found - (table.num_pinned - num_pinned)
                 self._wait_for_room(missing, len(slots), may_wait)
+                room = np.empty(missing, np.intp)
+                positions = table.assign(slots, cache_slots)
             except BaseException:
                 cache.unpin(cache_slots[cache_slots != MISSING], changed=False)
                 raise
-            self._is_taken = True
-            assigned = table.assign(slots, cache_slots).copy()
             self._num_pins += 1
+            assigned = room[: len(positions)]
+            assigned[:] = positions
+            try:
+                reach("cached.assigned")
+                is_written = cache.written.contains(slots[assigned])
+            except BaseException:
+                self._discard(pinned, assigned)
+                raise
+            self._is_taken = True  # last: what fails before has no turn that nobody would end
             counters.pins += 1
             counters.rows_found += pinned.num_found
             counters.rows_forwarded += num_forwarded
             counters.peak_frames = max(counters.peak_frames, table.num_pinned)
-            return assigned, cache.written.contains(slots[assigned])
+            return assigned, is_written
 
     def _wait_for_room(self, missing: int, num_rows: int, may_wait: Callable[[], bool]) -> None:
         """Returns when so many cache slots can be assigned, and the turn taken; the lock is held."""
@@ -317,8 +329,17 @@ class CachedArena:
                 is_hopeless = num_rows > self.num_cached or (needs_others and not may_wait())
                 if is_hopeless or waited_s >= self._timeout_s:
                     raise NoRoomError(self._describe_shortage(missing, num_rows, waited_s))
-            cache.changed.wait(min(_LOOK_S, self._timeout_s - waited_s) if is_short else None)
+            elif waited_s >= self._timeout_s:
+                raise self._not_ended(waited_s)
+            left_s = self._timeout_s - waited_s
+            cache.changed.wait(min(_LOOK_S, left_s) if is_short else left_s)
         cache.counters.waited_s += time.monotonic() - began
+
+    def _not_ended(self, waited_s: float) -> RowmeshError:
+        return RowmeshError(
+            f"group {self.group.name}: another thread has read or written rows of {self.store} for {waited_s:.1f} s and "
+            "has not ended; where the disk is slow, raise timeout_s of Tiers"
+        )
 
     def _describe_shortage(self, missing: int, num_rows: int, waited_s: float) -> str:
         num_pinned = self._cache.table.num_pinned

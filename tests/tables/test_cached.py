@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rowmesh import faults
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
+from rowmesh.faults import arm
 from rowmesh.ops.merge_update import Singles
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables import CachedArena, DenseArena, FileStore, MemoryStore, Normal, PinnedRows, TableSpec, fuse
@@ -569,3 +571,40 @@ def test_memory_is_counted_and_does_not_grow_with_the_table(rule, memory):
 def test_refuses_impossible_sizes(num_cached):
     with pytest.raises(ConfigurationError, match="num_cached must be 1 to"):
         CachedArena(make_group(), 10, num_cached)
+
+
+def out_of_memory():
+    raise MemoryError("no memory")
+
+
+@pytest.mark.parametrize("point", ["cached.assigned", "cached.load"])
+def test_without_memory_a_pin_has_no_turn_and_no_rows(point):
+    with make_cached(make_group(), 10, timeout_s=5.0) as arena:
+        first = arena.read_rows(u32([3, 4]))[0]
+        with pytest.raises(MemoryError), arm(point=point, action=out_of_memory):
+            arena.pin(u32([3, 4]))
+        pinned = arena.pin(u32(range(10)), lambda: False)  # all slots are free
+        assert torch.equal(arena.rows[torch.from_numpy(pinned.cache_slots.astype(np.int64))][3:5], first)
+        pinned.unpin()
+
+
+def test_a_turn_that_does_not_end_is_waited_for_no_longer_than_the_timeout():
+    with make_cached(make_group(), 10, timeout_s=0.2) as arena:
+        arena._is_taken = True
+        with pytest.raises(RowmeshError, match=r"another thread has read or written rows of .* and has not ended"):
+            arena.pin(u32([1]))
+        with pytest.raises(RowmeshError, match="has not ended"):
+            arena.read_rows(u32([1]))
+        arena._is_taken = False
+        arena.pin(u32(range(10)), lambda: False).unpin()
+
+
+def test_the_thread_that_writes_back_survives_a_lack_of_memory():
+    with make_cached(make_group(), 4, timeout_s=5.0) as arena, arm(point="cache.pack", action=out_of_memory):
+        arena.pin(u32([1, 2, 3, 4])).unpin(changed=True)
+        with pytest.raises(RowmeshError, match="writing rows back failed: no memory"):
+            arena.pin(u32([5, 6, 7, 8]))
+        with pytest.raises(RowmeshError, match="writing rows back failed: no memory"):
+            arena.flush()
+        faults._armed.clear()
+        arena.pin(u32([5, 6, 7, 8])).unpin()

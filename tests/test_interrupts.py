@@ -1,0 +1,130 @@
+"""Ctrl-C waits until an act has ended, and a loop that catches it goes on with whole steps."""
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from rowmesh import SGD, EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec, interrupts
+from rowmesh.faults import arm
+from rowmesh.gate import Gate
+from rowmesh.tables import Tiers
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_is_raised_when_the_act_ends():
+    handler, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        interrupts.hold()
+        interrupts.hold()
+        interrupt()
+        done.append("inner")
+        interrupts.release()
+        done.append("outer")
+        interrupts.release()
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_without_ctrl_c_nothing_is_left():
+    handler = signal.getsignal(signal.SIGINT)
+    interrupts.hold()
+    interrupts.release()
+    interrupts.release()  # of what did not begin
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_second_ctrl_c_interrupts_at_once(monkeypatch):
+    monkeypatch.setattr(interrupts, "_IMPATIENT_S", 0.0)
+    interrupts.hold()
+    try:
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+    finally:
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.release()
+
+
+def test_other_threads_hold_nothing():
+    handler = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=interrupts.hold)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("kind", ["reading", "writing"])
+def test_a_gate_is_left_whatever_comes(kind):
+    gate = Gate()
+    with pytest.raises(KeyboardInterrupt), getattr(gate, kind):
+        interrupt()
+    with gate.writing:
+        pass
+
+
+def flood(body, seconds):
+    """Runs `body` again and again while Ctrl-C comes at any moment; returns how often it did."""
+    main, count, until_s, random_s = threading.get_ident(), 0, time.monotonic() + seconds, random.Random(0)
+
+    def press():
+        while time.monotonic() < until_s:
+            time.sleep(random_s.uniform(0.0005, 0.003))
+            signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    while True:
+        try:
+            while time.monotonic() < until_s:
+                body()
+            thread.join()
+        except KeyboardInterrupt:
+            count += 1
+        else:
+            return count
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what finalizers raise
+@pytest.mark.parametrize("storage", ["dense", "tiered"])
+def test_a_plain_loop_that_catches_ctrl_c_goes_on_with_whole_steps(storage):
+    table = TableSpec(name="item", num_rows=50, dim=4, optimizer=SGD(lr=1.0), storage=storage)
+    embeddings = EmbeddingCollection([table], tiers=Tiers(fast_rows=10))
+    optimizer = EmbeddingOptimizer(embeddings)
+    batch = SparseBatch.from_bags({"item": [[1], [2]]})
+
+    def row():
+        with torch.no_grad():
+            return embeddings(batch).values.double()
+
+    before = row()
+
+    def body():
+        optimizer.zero_grad()
+        embeddings(batch).values.sum().backward()
+        optimizer.step()
+
+    body()  # kernels are compiled
+    assert flood(body, 0.5) > 20
+    assert embeddings.step_count > 10
+    torch.testing.assert_close(row(), before - embeddings.step_count)
+    embeddings.close()
+
+
+def test_rates_count_and_completion_of_a_step_are_one_act():
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=5, dim=4, optimizer=SGD(lr=1.0))])
+    optimizer = EmbeddingOptimizer(embeddings)
+    batch = SparseBatch.from_bags({"item": [[1]]})
+    before = embeddings(batch).values.detach().clone()
+    embeddings(batch).values.sum().backward()
+    with pytest.raises(KeyboardInterrupt), arm(point="engine.push", action=interrupt):
+        optimizer.step()
+    assert embeddings.step_count == 1
+    optimizer.step()  # has no gradients left
+    torch.testing.assert_close(embeddings(batch).values, before - 1.0)
