@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from rowmesh.errors import RowmeshError
+from rowmesh.interrupts import hold, release
 from rowmesh.pipeline.schedule import COMPUTE, SENDING, Schedule, Task
 
 logger = logging.getLogger("rowmesh")
@@ -258,11 +259,23 @@ class Runner:
         return task is None or all(each in self._done for each in self._schedule.before(task))
 
     def _do_next(self, resource: str) -> bool:
-        """Does the next task of a resource; returns whether it went well."""
+        """Does the next task of a resource; returns whether it went well.
+
+        Ctrl-C waits until the task has ended and is noted: half of it could not be taken back, nor be done again.
+        """
+        hold()
+        try:
+            return self._do(resource)
+        finally:
+            release()
+
+    def _do(self, resource: str) -> bool:
         _, task = self._next[resource]
         try:
             if task is not None:
-                self._do(task)
+                if self._disturb:
+                    self._disturb(task)
+                self._actions[task.stage](task)
         except Exception as error:
             if task is None or not self._keep(task, error):
                 self._fail(resource, task, error)
@@ -278,11 +291,6 @@ class Runner:
             self._next[resource] = next(self._left[resource])
             self._changed.notify_all()
         return True
-
-    def _do(self, task: Task) -> None:
-        if self._disturb:
-            self._disturb(task)
-        self._actions[task.stage](task)
 
     def _fail(self, resource: str, task: Task | None, error: Exception) -> None:
         with self._changed:

@@ -8,7 +8,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.data import Batch
-from rowmesh.errors import RowmeshError
+from rowmesh.errors import DataError, RowmeshError
 from rowmesh.pipeline import Pipeline
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from tests.support.tables import table
@@ -275,3 +275,137 @@ def test_a_loop_that_failed_is_over_though_the_program_keeps_it():
     for window in pipeline.windows(items(3)):
         train(window, optimizer)
     assert collection.step_count == 4
+
+
+# Gradients that are forgotten, items that are none, shares of a batch
+
+
+def forget(mesh, transport, forgetful):
+    """zero_grad() before the step of the third batch: what a plain loop's step does then."""
+    collection = EmbeddingCollection([ITEM], mesh=mesh, transport=transport)
+    optimizer, error = EmbeddingOptimizer(collection), ""
+    pipeline = Pipeline(collection, depth=2, micro_batches=2, verify=True)
+    try:
+        for number, window in enumerate(pipeline.windows(items(5, mesh.rank))):
+            optimizer.zero_grad()  # no backward yet
+            compute(window)
+            if number == 2 and mesh.rank in forgetful:
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()  # the step has them
+    except RowmeshError as caught:
+        error = str(caught)
+    pipeline.close()
+    return values(collection), collection.step_count, error
+
+
+def skip(mesh, transport, count):
+    collection = EmbeddingCollection([ITEM], mesh=mesh, transport=transport)
+    optimizer = EmbeddingOptimizer(collection)
+    for number, item in enumerate(items(count, mesh.rank)):
+        if number == 2:
+            optimizer.step()
+            continue
+        for window in Pipeline(collection, depth=0, micro_batches=2).windows([item]):
+            train(window, optimizer)
+    return values(collection), collection.step_count
+
+
+@pytest.mark.parametrize("transport", ["collective", "one_sided"])
+def test_gradients_are_forgotten_on_all_ranks_or_the_step_is_refused(ranks, transport):
+    found = ranks.run(forget, transport, {0, 1}, world_size=2)
+    for (rows, steps, error), (expected, count) in zip(found, ranks.run(skip, transport, 5), strict=True):
+        assert (error, steps) == ("", count)
+        assert torch.equal(rows, expected)
+    found = ranks.run(forget, transport, {1}, world_size=2)
+    for (rows, steps, error), (expected, count) in zip(found, ranks.run(skip, transport, 2), strict=True):
+        assert "rank 1 called zero_grad() before the step of batch 2 and other ranks did not" in error
+        assert steps == count == 2
+        assert torch.equal(rows, expected)
+
+
+def test_gradients_are_forgotten_on_one_rank():
+    rows, steps, error = forget(Mesh(), "auto", {0})
+    expected, count = skip(Mesh(), "auto", 5)
+    assert (error, steps) == ("", count)
+    assert torch.equal(rows, expected)
+
+
+def test_gradients_are_not_forgotten_amid_a_batch():
+    collection, optimizer = make()
+    with Pipeline(collection, micro_batches=2) as pipeline:
+        for window in pipeline.windows(items(1)):
+            for number, part in enumerate(window):
+                part.embeddings.values.sum().backward()
+                if number == 0:
+                    with pytest.raises(RowmeshError, match="of batch 0 are forgotten after 1 of its micro-batches"):
+                        optimizer.zero_grad()
+            optimizer.step()
+
+
+class WithoutTake:
+    def __init__(self, sparse):
+        self.sparse = sparse
+
+
+def test_items_that_are_none():
+    collection, optimizer = make()
+    with pytest.raises(DataError, match=r"stage 'read' of batch 0: .* gave a SparseBatch without 'sparse'"):
+        next(Pipeline(collection).windows([item.sparse for item in items(2)]))
+    bare = [WithoutTake(item.sparse) for item in items(2)]
+    with pytest.raises(DataError, match=r"stage 'route' of batch 0: .* gave a WithoutTake without 'take'"):
+        next(Pipeline(collection, micro_batches=2, clustering="greedy").windows(bare))
+    for window in Pipeline(collection, micro_batches=2).windows(bare):
+        train(window, optimizer)
+    assert collection.step_count == 2
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_means_of_micro_batches_add_up_by_their_weights(parts):
+    """Also where some micro-batches have no samples: six samples in eight."""
+    (collection, optimizer), (plain, plain_optimizer) = make(), make()
+    for window in Pipeline(collection, micro_batches=parts).windows(items(1)):
+        assert sum(part.weight for part in rows_of_parts(window)) == pytest.approx(1.0)
+        optimizer.step()
+    for item in items(1):
+        plain(item.sparse).values.square().mean(1).mean().backward()
+        plain_optimizer.step()
+    torch.testing.assert_close(values(collection), values(plain))
+
+
+def rows_of_parts(window):
+    for part in window:
+        loss = part.embeddings.values.square().mean(1)
+        (loss.mean() * part.weight if len(loss) else loss.sum()).backward()
+        yield part
+
+
+def interrupted(task):
+    if (task.stage, task.batch) == ("rows", 2):
+        import _thread
+
+        _thread.interrupt_main()
+
+
+def train_all(pipeline, optimizer, taken):
+    for window in pipeline.windows(items(4)):
+        train(window, optimizer)
+        taken.append(window.number)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ctrl_c_leaves_a_loop_between_two_tasks(overlap):
+    """Steps that were taken are in the rows, and counted; the next loop trains on."""
+    (collection, optimizer), (plain, plain_optimizer), taken = make(), make(), []
+    pipeline = Pipeline(collection, overlap=overlap, disturb=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_all(pipeline, optimizer, taken)
+    assert collection.step_count - len(taken) in (0, 1)  # Ctrl-C may come right behind the step
+    for item in items(collection.step_count):
+        plain(item.sparse).values.square().sum().backward()
+        plain_optimizer.step()
+    assert torch.equal(values(collection), values(plain))
+    for window in Pipeline(collection).windows(items(1)):
+        train(window, optimizer)
+    assert collection.step_count == plain.step_count + 1
