@@ -25,7 +25,7 @@ from rowmesh.dynamic.collected import make_resolver
 from rowmesh.dynamic.known import KnownRows, known_rows
 from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
-from rowmesh.dynamic.resolver import Resolver
+from rowmesh.dynamic.resolver import Resolver, Resolving
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
@@ -140,6 +140,7 @@ class Engine:
                 means.resolver = self.resolver
         indexed = () if self.resolver is None else self.resolver.device_tables
         self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
+        self._under_way: weakref.WeakKeyDictionary[Route, SparseBatch] = weakref.WeakKeyDictionary()
         self._last_pins: list[BatchPin] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
@@ -177,15 +178,23 @@ class Engine:
             if self._driver is not None:
                 self._driver.wait()
             route = self._route(batch, (next(self._look_ups), self.step_count))
-            self._fetch(route)
-            reach("engine.fetched")
-            return self._pool(route)
+            try:
+                self._fetch(route)
+                reach("engine.fetched")
+                self._tell(route)
+                return self._pool(route)
+            except BaseException:  # it decides nothing then; also where other ranks do not know, see Resolver
+                if self.resolver is not None and route.pin is not None:
+                    self.resolver.take_back(route.pin)
+                raise
 
     def route(self, batch: SparseBatch) -> Route:
-        """Finds the unique ids of a batch, their owners, and the way back; no communication."""
+        """Finds the unique ids of a batch, their owners, and the way back; no communication but for dynamic tables."""
         with self.gate.reading:
             self.wait()
-            return self._route(batch, (next(self._look_ups), self.step_count))
+            route = self._route(batch, (next(self._look_ups), self.step_count))
+            self._tell(route)
+            return route
 
     def fetch(self, route: Route) -> Rows:
         """Makes the rows of a route readable. Collective."""
@@ -227,12 +236,43 @@ class Engine:
             pin.end()
 
     def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
-        resolve = None if self.resolver is None else partial(self.resolver, time=batch.time, is_ahead=is_ahead)
-        route = self.router(batch, self.exchanges, moment, resolve)
-        if self.traffic is not None and torch.is_grad_enabled():
+        if self.resolver is None:
+            route, again = self.router(batch, self.exchanges, moment), False
+        else:
+            again = self._is_computed_again(batch)
+            resolve = Resolving(self.resolver, time=batch.time, is_ahead=is_ahead, again=again)
+            with resolve.refusing():
+                route = self.router(batch, self.exchanges, moment, resolve)
+            if torch.is_grad_enabled():
+                self.pending.drop_taken_back()
+                self._under_way[route] = batch
+        if self.traffic is not None and torch.is_grad_enabled() and not again:
             for group in route.groups:
                 group.exchange.count_into(group, self.traffic)
         return route
+
+    def _tell(self, route: Route) -> None:
+        """Tells hooks of dynamic tables what was decided of a batch; collective where there are some.
+
+        Raises:
+            RowmeshError: on all ranks alike, where a hook failed; what was decided was taken back.
+        """
+        if self.resolver is not None and route.pin is not None:
+            try:
+                self.resolver.tell(route.pin)
+            except BaseException:
+                self.resolver.take_back(route.pin)
+                raise
+
+    def _is_computed_again(self, batch: SparseBatch) -> bool:
+        """Whether a backward computes once more what it read of a batch under way, as activation checkpointing does.
+
+        A look-up that backward makes for the first time (`use_reentrant=True` looks up without gradients before) is one
+        like any other.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return False
+        return any(_are_equal(batch, other) for other in [*self._under_way.values()])
 
     def _fetch(self, route: Route) -> None:
         meanwhile = self.outputs.pooling.compress if torch.is_grad_enabled() else _nothing
@@ -353,6 +393,7 @@ class Engine:
             self.mesh.claim("pipeline")
             self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
             self._num_opened = self.step_count
+            self._note_merges()
 
     def prepare_to_take_back(self) -> None:
         """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
@@ -400,12 +441,19 @@ class Engine:
                 'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
             )
         route = self._route(batch, is_ahead=True)
+        self._tell(route)
         self._num_opened += 1
         for means in self._dynamic_means:
             means.merge_ahead(self._num_opened)
+        self._note_merges()
         bounds = list(accumulate(sizes, initial=0))
         layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
         return self._window_maker(route, bounds, layouts)
+
+    def _note_merges(self) -> None:
+        """Tells the resolver whether averaged replicas make one of what they know after the next batch."""
+        if self.resolver is not None:
+            self.resolver.merge_is_due = any(means.is_due(self._num_opened + 1) for means in self._dynamic_means)
 
     def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
         """The vectors of a micro-batch whose rows are here; differentiable.
@@ -590,6 +638,15 @@ class Engine:
 def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
     """The shapes of those tables whose rows are stored, which plans are for."""
     return [TableShape.of(table) for table in tables if table.storage != "tensor_train"]
+
+
+def _are_equal(batch: SparseBatch, other: SparseBatch) -> bool:
+    """Whether two batches have the same ids."""
+    if (batch.features, batch.batch_size, batch.bag_size) != (other.features, other.batch_size, other.bag_size):
+        return False
+    return torch.equal(batch.ids, other.ids) and (
+        batch.bag_size is not None or torch.equal(batch.offsets, other.offsets)
+    )
 
 
 def _nothing(group: AnyRouteGroup) -> None:
