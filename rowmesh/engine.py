@@ -25,7 +25,7 @@ from rowmesh.dynamic.collected import make_resolver
 from rowmesh.dynamic.known import KnownRows, known_rows
 from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
-from rowmesh.dynamic.resolver import Resolver
+from rowmesh.dynamic.resolver import Resolver, Resolving, plain_of
 from rowmesh.embeddings import Embeddings, Outputs
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.exchange.agreement import Agreement
@@ -143,6 +143,7 @@ class Engine:
                 means.resolver = self.resolver
         indexed = () if self.resolver is None else self.resolver.device_tables
         self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
+        self._under_way: weakref.WeakKeyDictionary[Route, SparseBatch] = weakref.WeakKeyDictionary()
         self._last_pins: list[BatchPin] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
@@ -181,15 +182,23 @@ class Engine:
             if self._driver is not None:
                 self._driver.wait()
             route = self._route(batch, (next(self._look_ups), self.step_count))
-            self._fetch(route)
-            reach("engine.fetched")
-            return self._pool(route)
+            try:
+                self._fetch(route)
+                reach("engine.fetched")
+                self._tell(route)
+                return self._pool(route)
+            except BaseException:  # it decides nothing then; also where other ranks do not know, see Resolver
+                if self.resolver is not None and route.pin is not None:
+                    self.resolver.take_back(route.pin)
+                raise
 
     def route(self, batch: SparseBatch) -> Route:
-        """Finds the unique ids of a batch, their owners, and the way back; no communication."""
+        """Finds the unique ids of a batch, their owners, and the way back; no communication but for dynamic tables."""
         with self.gate.reading:
             self.wait()
-            return self._route(batch, (next(self._look_ups), self.step_count))
+            route = self._route(batch, (next(self._look_ups), self.step_count))
+            self._tell(route)
+            return route
 
     def fetch(self, route: Route) -> Rows:
         """Makes the rows of a route readable. Collective."""
@@ -231,12 +240,43 @@ class Engine:
             pin.end()
 
     def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
-        resolve = None if self.resolver is None else partial(self.resolver, time=batch.time, is_ahead=is_ahead)
-        route = self.router(batch, self.exchanges, moment, resolve)
-        if self.traffic is not None and torch.is_grad_enabled():
+        if self.resolver is None:
+            route, again = self.router(batch, self.exchanges, moment), False
+        else:
+            again = self._is_computed_again(batch)
+            resolve = Resolving(self.resolver, time=batch.time, is_ahead=is_ahead, again=again)
+            with resolve.refusing():
+                route = self.router(batch, self.exchanges, moment, resolve)
+            if torch.is_grad_enabled():
+                self.pending.drop_taken_back()
+                self._under_way[route] = batch
+        if self.traffic is not None and torch.is_grad_enabled() and not again:
             for group in route.groups:
                 group.exchange.count_into(group, self.traffic)
         return route
+
+    def _tell(self, route: Route) -> None:
+        """Tells hooks of dynamic tables what was decided of a batch; collective where there are some.
+
+        Raises:
+            RowmeshError: on all ranks alike, where a hook failed; what was decided was taken back.
+        """
+        if self.resolver is not None and route.pin is not None:
+            try:
+                self.resolver.tell(route.pin)
+            except BaseException:
+                self.resolver.take_back(route.pin)
+                raise
+
+    def _is_computed_again(self, batch: SparseBatch) -> bool:
+        """Whether a backward computes once more what it read of a batch under way, as activation checkpointing does.
+
+        A look-up that backward makes for the first time (`use_reentrant=True` looks up without gradients before) is one
+        like any other.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return False
+        return any(_are_equal(batch, other) for other in [*self._under_way.values()])
 
     def _fetch(self, route: Route) -> None:
         meanwhile = self.outputs.pooling.compress if torch.is_grad_enabled() else _nothing
@@ -368,8 +408,8 @@ class Engine:
             self.mesh.claim("pipeline")
             self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
             self._num_opened = self.step_count
+            self._note_merges()
             if self.resolver is not None:
-                self.resolver.keep_undo()
                 self._num_resolved = self.resolver.step
 
     def prepare_to_take_back(self) -> None:
@@ -383,7 +423,7 @@ class Engine:
             num_given: how many of its batches the loop was given: what later ones decided in dynamic tables is undone.
         """
         if self.resolver is not None and not self.resolver.is_opening:  # a thread that is left alone still may
-            self.resolver.go_back(self._num_resolved + num_given)
+            self.resolver.go_back_where_possible(self._num_resolved + num_given)
         self._driver = self._rows_mesh.cancellation.event = None
         for means in self._dynamic_means:
             means.forget_ahead()
@@ -411,25 +451,84 @@ class Engine:
         """A step of all groups."""
         return Step(number, rates, self._group_names)
 
-    def make_window(self, batch: SparseBatch, sizes: Sequence[int]) -> Window:
-        """Routes a batch that is looked up by micro-batch; no communication.
+    @property
+    def is_decided_ahead(self) -> bool:
+        """Whether ranks decide together about each batch when it is routed: there are dynamic tables."""
+        return self.resolver is not None
 
-        Raises:
-            DataError: it has weights that are trained.
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks look some rows up in their replica group alone."""
+        return bool(self._replicated)
+
+    @property
+    def may_lack_undo(self) -> bool:
+        """Whether some batches cannot be taken back once they are routed: `can_undo` says which."""
+        return self.resolver is not None and bool(self.resolver.device_tables or self._dynamic_means)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the next batch can be taken back once it is routed."""
+        return self.resolver is None or self.resolver.can_undo
+
+    def pass_over(self, error: Exception | None) -> None:
+        """What a rank calls in place of `route_ahead` that has no further batch, or no batch that can be routed.
+
+        Collective; for tables that are decided ahead. Returns where no rank has a batch, and raises RefusedError on all
+        ranks where one has.
         """
+        assert self.resolver is not None
+        self.resolver.pass_over(None if error is None else plain_of(error))
+
+    @staticmethod
+    def check_ahead(batch: SparseBatch) -> None:
+        """Raises DataError where a batch cannot be looked up by micro-batch, as it has weights that are trained."""
         if batch.weights is not None and batch.weights.requires_grad:
             raise DataError(
                 "weights of ids get no gradient in a pipeline, which reads and routes batches before the step that "
                 "changes what their weights are made from; train them in a plain loop, or take tables with "
                 'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
             )
+
+    def route_ahead(self, batch: SparseBatch) -> Route:
+        """Finds the rows of a batch that `check_ahead` passed; communicates for dynamic tables alone.
+
+        Raises:
+            RefusedError: another rank has no such batch, or cannot route it.
+            RowmeshError: this one cannot; where there are dynamic tables, all ranks know.
+        """
         route = self._route(batch, is_ahead=True)
         self._num_opened += 1
+        return route
+
+    def make_window(self, route: Route, sizes: Sequence[int]) -> Window:
+        """A routed batch that is looked up by micro-batch; no communication but for averages that are due."""
         for means in self._dynamic_means:
             means.merge_ahead(self._num_opened)
+        self._note_merges()
         bounds = list(accumulate(sizes, initial=0))
         layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
         return self._window_maker(route, bounds, layouts)
+
+    def tell(self, window: Window, refuses: RowmeshError | None = None) -> None:
+        """Tells hooks of dynamic tables what was decided of a batch that the loop is about to be given.
+
+        Collective where some rank has hooks.
+
+        Args:
+            window: the batch.
+            refuses: why this rank does not go on with it; no hook of it is told.
+
+        Raises:
+            RowmeshError: on all ranks alike, where a hook failed, or one does not go on.
+        """
+        if self.resolver is not None and window.route.pin is not None:
+            self.resolver.tell(window.route.pin, refuses)
+
+    def _note_merges(self) -> None:
+        """Tells the resolver whether averaged replicas make one of what they know after the next batch."""
+        if self.resolver is not None:
+            self.resolver.merge_is_due = any(means.is_due(self._num_opened + 1) for means in self._dynamic_means)
 
     def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
         """The vectors of a micro-batch whose rows are here; differentiable.
@@ -616,6 +715,15 @@ class Engine:
 def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
     """The shapes of those tables whose rows are stored, which plans are for."""
     return [TableShape.of(table) for table in tables if table.storage != "tensor_train"]
+
+
+def _are_equal(batch: SparseBatch, other: SparseBatch) -> bool:
+    """Whether two batches have the same ids."""
+    if (batch.features, batch.batch_size, batch.bag_size) != (other.features, other.batch_size, other.bag_size):
+        return False
+    return torch.equal(batch.ids, other.ids) and (
+        batch.bag_size is not None or torch.equal(batch.offsets, other.offsets)
+    )
 
 
 def _nothing(group: AnyRouteGroup) -> None:

@@ -1,5 +1,10 @@
 """The errors a user can meet. Each message names the thing, gives the values and says what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 
 class RowmeshError(Exception):
     """Base of every error that rowmesh raises on purpose; the command line prints it without a traceback."""
@@ -27,6 +32,26 @@ class NoRoomError(RowmeshError):
 
 class PeerError(RowmeshError, RuntimeError):
     """Another rank died or stopped answering: names the rank."""
+
+
+class RefusedError(PeerError):
+    """A batch that ranks look up together was refused on another rank, or is missing there: no rank has looked it up.
+
+    Attributes:
+        without: the ranks that have no further batch.
+        refused: the ranks whose batch cannot be looked up.
+        first: what the first of these met, as `rowmesh.mesh.plain.error_from_plain` reads it; None: there are none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        without: Sequence[int] = (),
+        refused: Sequence[int] = (),
+        first: Sequence[Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.without, self.refused, self.first = tuple(without), tuple(refused), first
 
 
 class StoreError(RowmeshError, RuntimeError):

@@ -59,6 +59,11 @@ class Pending:
                 self._routes.clear()
             self._is_refused = False
 
+    def drop_taken_back(self) -> None:
+        """Forgets those of batches that another rank refused: their frames may be those of other ids now."""
+        with self._lock:
+            self._routes = [each for each in self._routes if each.pin is None or not each.pin.is_taken_back]
+
     def clear(self) -> None:
         """Forgets them."""
         with self._lock:

@@ -57,6 +57,12 @@ class Change:
         frames[found] = self.evicted_frames[places[found]]
         frames[np.isin(ids, self.admitted_ids)] = -1
 
+    def find_evicted(self, ids: np.ndarray, frames: np.ndarray) -> None:
+        """Finds those ids that have no frame, −1, where they were when they left."""
+        places, found = find_in(self.evicted_ids, ids)
+        found &= frames < 0
+        frames[found] = self.evicted_frames[places[found]]
+
     def take_back(self, ids: np.ndarray) -> Change:
         """Evicted ids are known again, in the frames that they had; returns what of the change is no more."""
         stay = ~np.isin(self.evicted_ids, ids)

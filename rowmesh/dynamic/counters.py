@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -35,8 +35,21 @@ class DynamicCounters:
     promoted: int = 0
     forgotten: int = 0
 
+    def add(self, others: DynamicCounters) -> None:
+        """Counts what others have counted."""
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(others, name))
+
+    def subtract(self, others: DynamicCounters) -> None:
+        """Takes `add` back."""
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) - getattr(others, name))
+
     @property
     def hit_rate(self) -> float:
         """The share of hits among the ids of training."""
         total = self.hits + self.admitted + self.guests + self.promoted
         return self.hits / total if total else 0.0
+
+
+_NUMBERS = tuple(each.name for each in fields(DynamicCounters) if each.name != "table")

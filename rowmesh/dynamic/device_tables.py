@@ -11,7 +11,6 @@ import logging
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,6 @@ from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic import Dynamic
 
 logger = logging.getLogger(__name__)
-_NOTHING_KEPT = np.empty((0, 4), np.int64)  # one rank has no survivors
 
 
 @dataclass
@@ -98,14 +96,20 @@ class DeviceTables:
         self._indexes: DeviceIndexes = tables[0][1].device_index.indexes
 
     def decide(
-        self, asked: DeviceAsked, number: int, opens: Sequence[bool], step: int, ahead: Container[int]
+        self,
+        asked: DeviceAsked,
+        number: int,
+        opens: Sequence[bool],
+        step: int,
+        ahead: Container[int],
+        again: Sequence[bool],
     ) -> PlainError | None:
         """Finds the frames of a batch, and opens the step of those tables that train.
 
         Args:
             asked: the ids; gets the frames.
             number: of the batch.
-            opens, step, ahead: see `rowmesh.dynamic.owners.Owners.decide`.
+            opens, step, ahead, again: see `rowmesh.dynamic.owners.Owners.decide`.
 
         Returns:
             The error of the first table that failed.
@@ -120,13 +124,13 @@ class DeviceTables:
             num_ids, is_known = found.bounds[table + 1] - found.bounds[table], not found.num_unknown[table]
             try:
                 if is_plain[table] and is_known:
-                    owned.count_known(number, num_ids, step, _NOTHING_KEPT)
+                    owned.count_known(num_ids, step)
                 elif opens[place]:
                     owned.open_found(number, found, step)
                 elif is_known and not owned.has_changed(ahead):
                     owned.counters.found += num_ids
                 else:
-                    owned.find_found(number, found, ahead)
+                    owned.find_found(number, found, ahead, again=again[place])
             except RowmeshError as error:
                 failure = failure or error_to_plain(error)
         if failure is None:

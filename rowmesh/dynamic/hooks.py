@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,10 +72,16 @@ class DecisionHooks:
         self._hooks[handle.id] = hook
         return handle
 
-    def __call__(self, step: int, ids: np.ndarray, counts: np.ndarray, opened: Opened) -> None:
-        """Tells all what was decided.
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those that there are now, for `__call__`."""
+        return tuple(self._hooks)
+
+    def __call__(self, numbers: Sequence[int], step: int, ids: np.ndarray, counts: np.ndarray, opened: Opened) -> None:
+        """Tells what was decided.
 
         Args:
+            numbers: which hooks, as `numbers` gave them; those that were removed since are passed over.
             step, ids, counts: of what `DynamicShards.open` was told.
             opened: what it returned.
 
@@ -93,15 +99,15 @@ class DecisionHooks:
             guest=_read_only(opened.guest),
             evicted_ids=np.sort(opened.evicted_ids),
         )
-        for hook in [*self._hooks.values()]:
+        for hook in [self._hooks[number] for number in numbers if number in self._hooks]:
             try:
                 hook(decisions)
             except Exception as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 raise RowmeshError(
                     f"rank {self._rank}: hook {getattr(hook, '__qualname__', repr(hook))} of dynamic table "
-                    f"{self._table!r} failed at step {step}, whose decisions are taken: {type(error).__name__}: "
-                    f"{error} ({where.filename}, line {where.lineno}); mend or remove it, and begin at a checkpoint"
+                    f"{self._table!r} failed at step {step}, which no rank takes: {type(error).__name__}: {error} "
+                    f"({where.filename}, line {where.lineno}); mend the hook, remove it, or leave the batch out"
                 ) from error
 
 

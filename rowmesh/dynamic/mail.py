@@ -22,8 +22,9 @@ from rowmesh.mesh.shared_memory import SharedBuffer, share
 from rowmesh.ops.memory import Buffer, Memory
 
 _DOING = "resolving ids"
-_KIND, _FIRST, _TIME, _LARGEST, _HEAD = 0, 1, 2, 3, 4  # numbers of a message before the sizes
-_FAILED, _GENERATION, _DESCRIPTOR, _NUM_BYTES, _NUMBERS = 3, 4, 5, 6, 7  # and of a board, where the rest differs
+_NUM_HEAD = 5  # numbers of `Letter.head`, with which messages and boards begin
+_LARGEST, _HEAD = 5, 6  # what else a message has before the sizes
+_FAILED, _GENERATION, _DESCRIPTOR, _NUM_BYTES, _NUMBERS = 5, 6, 7, 8, 9  # and a board
 _FLAG_BYTES = 128
 
 Write = Callable[..., None]
@@ -40,6 +41,8 @@ class Letter:
         sizes: int64 `[W, T]`: ids of each table for each rank.
         answers: bool `[W]`: whether a rank answers this one, with the rows of all that it was asked for.
         time: of the latest event of its part.
+        step: how many batches its owners have opened.
+        is_watched: whether a hook is told of its decisions.
     """
 
     kind: int
@@ -47,6 +50,13 @@ class Letter:
     sizes: np.ndarray
     answers: np.ndarray
     time: int
+    step: int = 0
+    is_watched: bool = False
+
+    @property
+    def head(self) -> list[int]:
+        """The numbers that all ranks are told, in their order."""
+        return [self.kind, self.first, self.time, self.step, int(self.is_watched)]
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,8 @@ class Arrived:
         columns_at: int64 `[W]` each: addresses of the ids, counts and scores of the requests.
         rows_at: int64 `[W]`: addresses of where their rows go.
         time: the latest.
+        steps: `[W]`.
+        is_watched: whether a hook is told of decisions on some rank.
     """
 
     kinds: list[int]
@@ -68,6 +80,16 @@ class Arrived:
     columns_at: tuple[np.ndarray, ...]
     rows_at: np.ndarray
     time: int
+    steps: list[int]
+    is_watched: bool
+
+    @classmethod
+    def of(
+        cls, heads: list[list[int]], sizes: np.ndarray, columns_at: tuple[np.ndarray, ...], rows_at: np.ndarray
+    ) -> Arrived:
+        """Given `Letter.head` of each rank."""
+        kinds, firsts, times, steps, watched = map(list, zip(*heads, strict=True))
+        return cls(kinds, min(firsts), sizes, columns_at, rows_at, max(times), steps, any(watched))
 
 
 class Mail(Protocol):
@@ -115,7 +137,7 @@ class LocalMail:
         self._at = np.array([self._memory.address], np.int64)
         columns_at = _columns(self._at, np.array([total]), self._columns)
         write(*columns_at)
-        return Arrived([letter.kind], letter.first, letter.sizes, columns_at, self._at, letter.time)
+        return Arrived.of([letter.head], letter.sizes, columns_at, self._at)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
         """See `Mail`."""
@@ -154,7 +176,7 @@ class SharedMail:
             self._memory.close()  # all ranks that needed it have mapped it
             self._memory = SharedBuffer.create(num_bytes + num_bytes // 4)
             mine[_GENERATION] += 1
-        mine[_KIND], mine[_FIRST], mine[_TIME] = letter.kind, letter.first, letter.time
+        mine[:_NUM_HEAD] = letter.head
         mine[_DESCRIPTOR], mine[_NUM_BYTES] = self._memory.descriptor, self._memory.num_bytes
         self._sizes[rank][...] = letter.sizes
         self._at = self._memory.address + _begins(totals, self._columns)
@@ -169,9 +191,9 @@ class SharedMail:
         ids_at = np.array([self._memory_of(peer).address for peer in range(len(sizes))], np.int64)
         ids_at += np.stack([_begins(each, self._columns) for each in totals])[:, rank]
         self._counters.bytes_received += 8 * self._columns * int(totals[:, rank].sum() - totals[rank, rank])
-        kinds, firsts, times = zip(*(each[: _TIME + 1].tolist() for each in self._numbers), strict=True)
+        heads = [each[:_NUM_HEAD].tolist() for each in self._numbers]
         columns_at = _columns(ids_at, totals[:, rank], self._columns)
-        return Arrived([*kinds], min(firsts), sizes, columns_at, ids_at, max(times))
+        return Arrived.of(heads, sizes, columns_at, ids_at)
 
     def _memory_of(self, peer: int) -> SharedBuffer:
         if peer == self._mesh.rank:
@@ -210,7 +232,7 @@ class MessageMail:
         head, totals = _HEAD + num_tables, letter.sizes.sum(axis=1)
         out = torch.empty((size, head + columns * room), dtype=torch.int64, device="cpu")
         message = out.numpy()
-        message[:, _KIND], message[:, _FIRST], message[:, _TIME] = letter.kind, letter.first, letter.time
+        message[:, :_NUM_HEAD] = letter.head
         message[:, _LARGEST], message[:, _HEAD:head] = totals.max(), letter.sizes
         late = torch.empty((int(totals.sum()), columns), dtype=torch.int64, device="cpu")
         is_early = totals.max() <= room
@@ -237,8 +259,8 @@ class MessageMail:
         self._rows = torch.empty(int(ends[-1]), dtype=torch.int64, device="cpu")
         self._starts, self._keep = ends - totals_in - 1, [came]
         rows_at = self._rows.data_ptr() + 8 * (self._starts + 1)
-        kinds, first, time = numbers[:, _KIND].tolist(), int(numbers[:, _FIRST].min()), int(numbers[:, _TIME].max())
-        return Arrived(kinds, first, sizes, _columns(arrived_at, totals_in, columns), rows_at, time)
+        heads = numbers[:, :_NUM_HEAD].tolist()
+        return Arrived.of(heads, sizes, _columns(arrived_at, totals_in, columns), rows_at)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
         """See `Mail`."""

@@ -122,6 +122,10 @@ class Merging:
             self._left.append((left_ids, self._common[left_frames]))
         self._common[fresh] = 0
 
+    def take_back(self, noted: np.ndarray) -> None:
+        """The last step was not: forgets the ids that it noted. Facts by frame are set anew when ids enter again."""
+        self._changed = [each for each in self._changed if each is not noted]
+
     def note_back(self, ids: np.ndarray, frames: np.ndarray, facts: np.ndarray) -> None:
         """Demoted ids are in these frames again. Facts are those of their records."""
         self._common[frames] = self._common_of_demoted(ids, facts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -38,25 +39,48 @@ class Decided(Protocol):
         """Ids that were demoted are in these frames; facts as they were until then."""
         ...
 
+    def take_back(self, noted: np.ndarray) -> None:
+        """The last step was not: it has noted these ids, the very array."""
+        ...
+
     def begin_anew(self) -> None:
         """All was replaced."""
         ...
 
 
-class _Kept(NamedTuple):
+@dataclass(eq=False)
+class _Kept:
     """A batch that can be taken back.
 
     Attributes:
         number: of the batch.
-        step: that it opened.
         before: what it changed, as it was.
-        change: what else it changed; None where it knew all ids.
+        change: what else it changed.
+        counted: what it added to the counters.
+        noted: what `merging` was told.
     """
 
     number: int
-    step: int
     before: Before
-    change: Change | None = None
+    change: Change
+    counted: DynamicCounters
+    noted: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class _Untold:
+    """What hooks have still to be told of a step.
+
+    Attributes:
+        hooks: those that there were when it was opened.
+        step, ids, counts, opened: as `DecisionHooks` takes them.
+    """
+
+    hooks: tuple[int, ...]
+    step: int
+    ids: np.ndarray
+    counts: np.ndarray
+    opened: Opened
 
 
 class OwnedTable:
@@ -102,8 +126,10 @@ class OwnedTable:
         self._demoted: Demoted | None = None
         if store is not None:
             self._demoted = Demoted(table, self.shards, arena, piece.slots.start, store)
+        self.shards.keeps_before = index is None
         self.merging: Decided | None = None
         self.hooks: DecisionHooks | None = None
+        self._untold: list[_Untold] = []
         self.num_frames = self._first_visitor
 
     @property
@@ -133,31 +159,48 @@ class OwnedTable:
         Raises:
             DataError, NoRoomError: see `DynamicShards.open`.
             StoreError: the store does not answer; nothing has changed then.
-            RowmeshError: a hook failed; all has changed then.
         """
         if self._demoted is None:
             opened = self.shards.open(ids, counts, step, scores, time)
             change = _change_of(number, ids, opened)
         else:
             opened, change = self._open_demoted(self._demoted, number, ids, counts, step, scores, time)
-        self._take(ids, counts, opened, change)
+        counted = self._take(ids, counts, opened, change)
+        kept = None
         if opened.before is not None:
-            self._kept.append(_Kept(number, step, opened.before, change))
+            kept = _Kept(number, opened.before, change, counted)
+            self._kept.append(kept)
         if self.merging is not None:
             changed = np.concatenate([ids[~opened.guest], opened.evicted_ids, change.forgotten_ids])
             self.merging.note(changed, opened.frames[opened.fresh], change.evicted_ids, change.evicted_frames)
+            if kept is not None:
+                kept.noted = changed
         if self.hooks:
-            self.hooks(step, ids, counts, opened)
+            self._untold.append(_Untold(self.hooks.numbers, step, ids, counts, opened))
         return opened.frames + self._piece.rows.start
 
-    def _take(self, ids: np.ndarray, counts: np.ndarray, opened: Opened, change: Change) -> None:
-        """Writes the rows of new ids, and notes what has changed."""
+    def tell(self, step: int) -> None:
+        """Tells hooks what was decided in a step.
+
+        Raises:
+            RowmeshError: one failed; names it.
+        """
+        untold = [each for each in self._untold if each.step == step]
+        self._untold = [each for each in self._untold if each.step != step]
+        for each in untold:
+            assert self.hooks is not None
+            self.hooks(each.hooks, each.step, each.ids, each.counts, each.opened)
+
+    def _take(self, ids: np.ndarray, counts: np.ndarray, opened: Opened, change: Change) -> DynamicCounters:
+        """Writes the rows of new ids, and notes what has changed; returns what was counted."""
         num_new = opened.num_admitted + opened.num_dropped
         if num_new:
             self._start(opened.frames[opened.fresh], ids[opened.fresh])
         if num_new or opened.num_promoted or opened.num_evicted:
             self._changes.append(change)
-        self._count(opened, counts)
+        counted = self._counted(opened, counts, len(change.forgotten_ids))
+        self.counters.add(counted)
+        return counted
 
     def _open_demoted(
         self,
@@ -183,8 +226,7 @@ class OwnedTable:
         change.promoted_ids = ids[unknown[stored]]
         if self.merging is not None:
             self.merging.note_back(ids[promoted.places], opened.frames[promoted.places], promoted.facts)
-        self.counters.promoted += opened.num_promoted
-        self.counters.forgotten += demoted.demote(change, ids[promoted.places])
+        demoted.demote(change, ids[promoted.places])
         return opened, change
 
     # Where the index is on a device, which has found the ids of a batch
@@ -204,10 +246,10 @@ class OwnedTable:
         ids, counts, places = self.device_index.all_ids(found)
         self._put(found, places, self.open(number, ids, counts, step))
 
-    def find_found(self, number: int, found: LookedUp, ahead: Container[int]) -> None:
+    def find_found(self, number: int, found: LookedUp, ahead: Container[int], *, again: bool) -> None:
         """Finds ids in evaluation as `find` does; `found` gets the frames."""
         ids, _, places = self.device_index.all_ids(found)
-        self._put(found, places, self.find(number, ids, ahead))
+        self._put(found, places, self.find(number, ids, ahead, again=again))
 
     def _put(self, found: LookedUp, places: np.ndarray, rows: np.ndarray) -> None:
         self.device_index.put(found, places, rows - self._piece.rows.start)
@@ -242,38 +284,52 @@ class OwnedTable:
         """Whether nobody is told of decisions."""
         return self.merging is None and not self.hooks
 
-    def count_known(self, number: int, num_hits: int, step: int, before: np.ndarray) -> None:
+    def count_known(self, num_hits: int, step: int) -> int:
         """Notes that a step was opened by `open_known`, with so many distinct ids, which all were known.
 
-        Args:
-            number: of the batch.
-            num_hits: how many.
-            step: which step.
-            before: int64 `[n, 4]`, what the kernel says of them, where that is kept; stays as it is until `release`.
+        Returns:
+            The last step before.
         """
-        if self.shards.keeps_before:
-            self._kept.append(_Kept(number, step, Before(*self.shards.clock, before[:, 0], before[:, 1:])))
+        last, _ = self.shards.clock
         self.shards.note_step(step)
         self.counters.steps += 1
         self.counters.hits += num_hits
+        return last
 
-    def _count(self, opened: Opened, counts: np.ndarray) -> None:
-        counters = self.counters
-        counters.steps += 1
-        counters.hits += opened.num_hits
-        counters.admitted += opened.num_admitted
-        counters.evicted += opened.num_evicted
-        counters.guests += opened.num_dropped
-        if opened.num_dropped:
-            counters.dropped += int(counts[opened.guest].sum())
+    def uncount_known(self, num_hits: int, last: int, before: np.ndarray) -> None:
+        """Takes the last step back, which `count_known` noted.
 
-    def find(self, number: int, ids: np.ndarray, ahead: Container[int]) -> np.ndarray:
+        Args:
+            num_hits: what that was told.
+            last: what it returned.
+            before: int64 `[n, 4]`, what the kernel said of the ids.
+        """
+        self.shards.undo(Before(last, self.shards.clock[1], before[:, 0], before[:, 1:]))
+        self.counters.steps -= 1
+        self.counters.hits -= num_hits
+
+    @staticmethod
+    def _counted(opened: Opened, counts: np.ndarray, num_forgotten: int) -> DynamicCounters:
+        return DynamicCounters(
+            "",
+            steps=1,
+            hits=opened.num_hits,
+            admitted=opened.num_admitted,
+            evicted=opened.num_evicted,
+            guests=opened.num_dropped,
+            dropped=int(counts[opened.guest].sum()) if opened.num_dropped else 0,
+            promoted=opened.num_promoted,
+            forgotten=num_forgotten,
+        )
+
+    def find(self, number: int, ids: np.ndarray, ahead: Container[int], *, again: bool = False) -> np.ndarray:
         """The rows of ids in evaluation, which changes nothing; unknown ids have rows of their own until it ends.
 
         Args:
             number: of the batch.
             ids: int64 `[N]`, distinct and ascending: those of all ranks.
             ahead: batches that a pipeline has opened before their turn; they are as if they had not been.
+            again: whether a batch that trains is looked up once more, whose guests read their initial rows.
 
         Raises:
             DataError: an id is unknown, and the rules say that this is an error.
@@ -284,15 +340,19 @@ class OwnedTable:
         for change in reversed(self._changes):
             if change.number in ahead:
                 change.undo(ids, frames)
+        if again and self._demoted is None:  # later batches may have evicted ids of it, whose rows stay until it ends
+            for change in self._changes:
+                change.find_evicted(ids, frames)
         unknown = np.flatnonzero(frames < 0)
         if self._demoted is not None and len(unknown):
             found = self._demoted.find(self._changes, ids[unknown], ahead)
-            self._check_missing(ids[unknown[~found.is_there]])
+            if not again:
+                self._check_missing(ids[unknown[~found.is_there]])
             frames[unknown[found.is_there]] = self._visit_demoted(self._demoted, number, found)
             unknown = unknown[~found.is_there]
         if len(unknown):
             self.counters.missing += len(unknown)
-            frames[unknown] = self._frames_of_unknown(number, ids[unknown])
+            frames[unknown] = self._frames_of_unknown(number, ids[unknown], again=again)
         self.counters.found += len(ids) - len(unknown)
         return frames + self._piece.rows.start
 
@@ -310,9 +370,10 @@ class OwnedTable:
                 f'is {ids[0]}; correct the data, or let unknown ids read missing="initial" or "zero"'
             )
 
-    def _frames_of_unknown(self, number: int, ids: np.ndarray) -> np.ndarray | int:
-        self._check_missing(ids)
-        if rules_of(self._table).missing == "zero":
+    def _frames_of_unknown(self, number: int, ids: np.ndarray, *, again: bool) -> np.ndarray | int:
+        if not again:
+            self._check_missing(ids)
+        if rules_of(self._table).missing == "zero" and not again:
             return self._zero
         frames = self._take_visitors(number, len(ids))
         self._start(frames, ids)
@@ -415,19 +476,20 @@ class OwnedTable:
                 self._demoted.flush(self._changes[0])
             self._free(self._changes.pop(0))
 
-    def keep_undo(self) -> None:
-        """From here on what a batch decided can be taken back, until it has ended on all ranks."""
-        self.shards.keeps_before = True
-
-    def go_back(self, step: int) -> None:
-        """Takes back what batches after a step decided, the last first. Their rows are not those of known ids."""
-        while self._kept and self._kept[-1].step > step:
-            number, _, before, change = self._kept.pop()
-            taken = [] if change is None else change.taken
-            self.shards.undo(before, np.concatenate([NONE, *(each.evicted_frames for each in taken)]))
-            self._changes = [each for each in self._changes if each.number != number]
-            if change is not None:
-                self._take_back(change, before)
+    def go_back(self, number: int) -> None:
+        """Takes back what a batch decided, the last of those that this table opened; nothing where it opened none."""
+        if not self._kept or self._kept[-1].number != number:
+            return
+        kept = self._kept.pop()
+        taken = kept.change.taken
+        self.shards.undo(kept.before, np.concatenate([NONE, *(each.evicted_frames for each in taken)]))
+        self._changes = [each for each in self._changes if each.number != number]
+        self._take_back(kept.change, kept.before)
+        self.counters.subtract(kept.counted)
+        if self.merging is not None and kept.noted is not None:
+            self.merging.take_back(kept.noted)
+        if self._untold and self._untold[-1].step > self.shards.clock[0]:
+            self._untold.pop()
 
     def _take_back(self, change: Change, before: Before) -> None:
         """Takes back what a batch changed beside its shards."""
@@ -482,6 +544,7 @@ class OwnedTable:
         if self._demoted is not None:
             self._demoted.clear()
         self._kept.clear()
+        self._untold.clear()
         while self._changes:
             self._free(self._changes.pop(0))
         rules = rules_of(self._table)

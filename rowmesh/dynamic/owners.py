@@ -8,17 +8,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from rowmesh.dynamic.asked import DynamicTable
 from rowmesh.dynamic.asking import largest
 from rowmesh.dynamic.mail import Arrived
+from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.ops import dynamic_requests
 from rowmesh.ops.dynamic_requests import cpu
 from rowmesh.ops.memory import array_at
+
+
+class _Opened(NamedTuple):
+    """A batch that opened a step, and has not ended on all ranks.
+
+    Attributes:
+        number: of the batch.
+        step: which step.
+        known: of the tables that knew all ids: place, how many requests, how many distinct ids, the last step before.
+        before: what these ids were, one table after the other; memory that is used again.
+    """
+
+    number: int
+    step: int
+    known: list[tuple[int, int, int, int]]
+    before: np.ndarray
 
 
 class Owners:
@@ -44,10 +62,10 @@ class Owners:
             self._described[place] = owned.described
         self._outcome = np.empty((len(tables), cpu.OUTCOME_COLUMNS), np.int64)
         self._scratch = np.empty((3, 0), np.int64)
-        self._keeps = False
         self._none = np.empty((0, cpu.BEFORE_COLUMNS), np.int64)
-        self._kept: deque[tuple[int, np.ndarray]] = deque()  # by batch, what known ids were; memory is used again
+        self._opened: deque[_Opened] = deque()
         self._spare: list[np.ndarray] = []
+        self._half_done: PlainError | None = None  # of a table that failed amid a step
 
     def note_hooks(self) -> None:
         """A table has got hooks, which are told of known ids too."""
@@ -64,30 +82,42 @@ class Owners:
             except RowmeshError as error:
                 failure = failure or error_to_plain(error)
         if failure is None:  # else a table still has what known ids were
-            while self._kept and self._kept[0][0] < first:
-                self._spare.append(self._kept.popleft()[1])
+            while self._opened and self._opened[0].number < first:
+                self._spare.append(self._opened.popleft().before)
         return failure
 
-    def keep_undo(self) -> None:
-        """From here on what a batch decided can be taken back, until it has ended on all ranks."""
-        self._keeps = True
-        for _, owned in self._owned:
-            owned.keep_undo()
-
     def go_back(self, step: int) -> None:
-        """Takes back what batches after a step decided."""
-        for _, owned in self._owned:
-            owned.go_back(step)
+        """Takes back what batches after a step decided that have not ended on all ranks, the last first."""
+        while self._opened and self._opened[-1].step > step:
+            opened = self._opened.pop()
+            at, known = 0, {place: numbers for place, *numbers in opened.known}
+            for place, owned in self._owned:
+                if place not in known:
+                    owned.go_back(opened.number)
+                    continue
+                count, num_hits, last = known[place]
+                owned.uncount_known(num_hits, last, opened.before[at : at + count])
+                at += count
+            self._spare.append(opened.before)
 
-    def _room(self, number: int, count: int) -> np.ndarray:
-        """Memory for what so many ids were before a batch; none where that is not kept."""
-        if not self._keeps:
-            return self._none
+    def tell(self, step: int) -> None:
+        """Tells hooks what was decided in a step.
+
+        Raises:
+            RowmeshError: one failed; names it.
+        """
+        for owned in self._all:
+            owned.tell(step)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether there are hooks."""
+        return any(owned.hooks for owned in self._all)
+
+    def _room(self, count: int) -> np.ndarray:
+        """Memory for what so many ids were before a batch."""
         room = self._spare.pop() if self._spare else self._none
-        if len(room) < count:
-            room = np.empty((count + count // 4, cpu.BEFORE_COLUMNS), np.int64)
-        self._kept.append((number, room))
-        return room
+        return room if len(room) >= count else np.empty((count + count // 4, cpu.BEFORE_COLUMNS), np.int64)
 
     def close(self) -> None:
         """Closes the stores of demoted ids."""
@@ -95,7 +125,13 @@ class Owners:
             owned.close()
 
     def decide(
-        self, arrived: Arrived, number: int, opens: Sequence[bool], step: int, ahead: Container[int]
+        self,
+        arrived: Arrived,
+        number: int,
+        opens: Sequence[bool],
+        step: int,
+        ahead: Container[int],
+        again: Sequence[bool],
     ) -> PlainError | None:
         """Answers all requests, at `arrived.rows_at`.
 
@@ -105,27 +141,63 @@ class Owners:
             opens: of each table, whether its step is opened; else ids are only found.
             step: the number of the step.
             ahead: batches that a pipeline has opened before their turn.
+            again: of each table, whether a batch that trains is looked up once more.
 
         Returns:
-            The error of the first table that failed.
+            The error of the first table that failed; what the others decided stands until `go_back`.
         """
+        if self._half_done is not None:
+            return self._half_done
         begins = arrived.sizes.cumsum(axis=1) - arrived.sizes
+        if not any(opens):
+            return self._decide_each(self._owned, arrived, begins, number, opens, step, ahead, again)
         totals = arrived.sizes.sum(axis=0).tolist()
-        before, at = self._room(number, sum(totals)), 0
-        known = self._open_known(arrived, begins, opens, step, before)
+        before = self._room(sum(totals))
+        is_known = self._open_known(arrived, begins, opens, step, before).tolist()
+        hits = self._outcome[:, cpu.HITS].tolist()
+        known = [
+            (place, totals[place], hits[place], owned.count_known(hits[place], step))
+            for place, owned in self._owned
+            if is_known[place]
+        ]
+        self._opened.append(_Opened(number, step, known, before))
+        others = [each for each in self._owned if not is_known[each[0]]]
+        return self._decide_each(others, arrived, begins, number, opens, step, ahead, again)
+
+    def _decide_each(
+        self,
+        tables: Sequence[tuple[int, OwnedTable]],
+        arrived: Arrived,
+        begins: np.ndarray,
+        number: int,
+        opens: Sequence[bool],
+        step: int,
+        ahead: Container[int],
+        again: Sequence[bool],
+    ) -> PlainError | None:
+        """Answers the requests for some tables, one by one; returns as `decide` does."""
         failure: PlainError | None = None
-        is_known, hits = known.tolist(), self._outcome[:, cpu.HITS].tolist()
-        for place, owned in self._owned:
-            if is_known[place]:
-                end = at + totals[place]
-                owned.count_known(number, hits[place], step, before[at:end])
-                at = end
-                continue
+        for place, _ in tables:
+            is_half_done = opens[place]
             try:
-                self._decide_one(place, arrived, begins, number, step, ahead, opens=opens[place])
-            except RowmeshError as error:
+                self._decide_one(place, arrived, begins, number, step, ahead, opens=opens[place], again=again[place])
+                is_half_done = False
+            except RowmeshError as error:  # it has changed nothing
+                failure, is_half_done = failure or error_to_plain(error), False
+            except (OSError, MemoryError) as error:
                 failure = failure or error_to_plain(error)
+            finally:
+                if is_half_done:
+                    self._note_half_done(place, step)
         return failure
+
+    def _note_half_done(self, place: int, step: int) -> None:
+        """A table failed amid a step, and cannot go back."""
+        text = (
+            f"dynamic table {self._tables[place].spec.name!r} failed amid step {step}, and what it knows is of no use; "
+            "make a new EmbeddingCollection, and load a checkpoint"
+        )
+        self._half_done = error_to_plain(RowmeshError(text))
 
     def _open_known(
         self, arrived: Arrived, begins: np.ndarray, opens: Sequence[bool], step: int, before: np.ndarray
@@ -171,6 +243,7 @@ class Owners:
         ahead: Container[int],
         *,
         opens: bool,
+        again: bool,
     ) -> None:
         """Answers the requests for one table."""
         table = self._tables[place]
@@ -191,7 +264,7 @@ class Owners:
                 scores = largest(scored[0], found.inverse, len(order))[order]
             rows[order] = owned.open(number, ascending, found.counts[order], step, scores, arrived.time)
         else:
-            rows[order] = owned.find(number, ascending, ahead)
+            rows[order] = owned.find(number, ascending, ahead, again=again)
         answers, begin = rows[found.inverse], 0
         for at, size in zip(rows_at, sizes, strict=True):
             array_at(at, np.int64, size)[:] = answers[begin : begin + size]

@@ -13,12 +13,16 @@ class BatchPin:
     Attributes:
         number: of the batch.
         is_ahead: whether a pipeline has opened it, and its step is not done.
+        step: that it opened; 0: none, it changed nothing of what is known.
+        is_watched: whether hooks, on some rank, have still to be told of it.
+        is_taken_back: whether what it decided was taken back: its frames are no more those of its ids.
     """
 
-    __slots__ = ("_pins", "is_ahead", "is_kept", "number")
+    __slots__ = ("_pins", "is_ahead", "is_kept", "is_taken_back", "is_watched", "number", "step")
 
     def __init__(self, pins: BatchPins, number: int) -> None:
         self._pins, self.number, self.is_ahead, self.is_kept = pins, number, False, False
+        self.step, self.is_watched, self.is_taken_back = 0, False, False
 
     def end(self) -> None:
         """Nothing of the batch is read or updated any more."""
@@ -59,6 +63,12 @@ class BatchPins:
     def discard(self, number: int) -> None:
         """A batch has ended."""
         self._under_way.pop(number, None)
+
+    def take_back(self, step: int) -> None:
+        """Batches that opened a later step are taken back."""
+        for pin in list(self._under_way.values()):
+            if pin.step > step:
+                pin.is_taken_back, pin.is_watched = True, False
 
     @property
     def next(self) -> int:

@@ -81,6 +81,10 @@ class DynamicMeans:
         self.resolver.check_idle("average replicas")
         self._send(self._rhythm.call(), None, None)
 
+    def is_due(self, step: int) -> bool:
+        """Whether an average follows a step."""
+        return self._rhythm.is_due(step)
+
     def merge_ahead(self, step: int) -> None:
         """After the batch of a step was opened, before the next one is: what groups know becomes one, if that is due.
 

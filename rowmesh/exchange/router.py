@@ -9,7 +9,7 @@ Source: FusedRec §3 and Algorithm 1, lines 1–4.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -151,42 +151,40 @@ class HostRouter(Router[HostGroupExchange]):
         route.batch = batch = batch.routed(memory.offsets)
         layouts = self._layouts(batch)
         inverse = memory.inverse.reserve(4 * batch.ids.numel())
-        found = None if resolve is None else self._resolve(route, exchanges, layouts, inverse, resolve)
+        pairs = [*zip(exchanges, layouts, strict=True)]
+        dynamic = [place for place, exchange in enumerate(exchanges) if resolve is not None and exchange.is_dynamic]
+        others = [place for place in range(len(exchanges)) if place not in dynamic]
         refused: list[str] = []
-        for exchange, layout in zip(exchanges, layouts, strict=True):
+        for exchange, layout in (pairs[place] for place in others):  # first: what they refuse decides nothing
             try:
-                if found is not None and exchange.is_dynamic:
-                    route.groups.append(exchange.place(next(found), batch, layout, inverse))
-                else:
-                    route.groups.append(exchange.route(batch, layout, inverse))
+                route.groups.append(exchange.route(batch, layout, inverse))
             except IdRangeError as error:
                 refused.append(str(error))  # not the error, whose frames hold buffers
         if refused:
-            if route.pin is not None:
-                route.pin.end()
             raise refusal(self._rank, refused, moment)
+        if resolve is not None:
+            self._resolve(route, [pairs[place] for place in dynamic], inverse, resolve)
+            order = [*others, *dynamic]
+            route.groups = [route.groups[order.index(place)] for place in range(len(exchanges))]
         return route
 
     @staticmethod
     def _resolve(
-        route: Route,
-        exchanges: Sequence[HostGroupExchange],
-        layouts: Sequence[GroupLayout],
-        inverse: int,
-        resolve: Resolve,
-    ) -> Iterator[Found]:
-        """Finds the distinct ids of dynamic tables, which become frames."""
-        dynamic = [each for each in zip(exchanges, layouts, strict=True) if each[0].is_dynamic]
-        found = list[Found]()
+        route: Route, pairs: Sequence[tuple[HostGroupExchange, GroupLayout]], inverse: int, resolve: Resolve
+    ) -> None:
+        """Routes dynamic tables: finds their distinct ids, which become frames."""
+        waiting: list[tuple[HostGroupExchange, GroupLayout, Found]] = []
         try:
-            for exchange, layout in dynamic:
-                found.append(exchange.find_unique(route.batch, layout, inverse))
-            route.pin = resolve([each.asked for each in found])
+            for exchange, layout in pairs:
+                waiting.append((exchange, layout, exchange.find_unique(route.batch, layout, inverse)))
+            route.pin = resolve([found.asked for _, _, found in waiting])
+            while waiting:
+                exchange, layout, found = waiting.pop(0)
+                route.groups.append(exchange.place(found, route.batch, layout, inverse))
         except BaseException:
-            for (exchange, _), each in zip(dynamic, found, strict=False):
-                exchange.drop(each)
+            for exchange, _, found in waiting:
+                exchange.drop(found)
             raise
-        return iter(found)
 
 
 class _Shape(NamedTuple):

@@ -61,6 +61,7 @@ class BatchInFlight(Generic[T]):
         item: what the loader gave, its samples in the order of the micro-batches.
         order: where they were before (int64 `[B]`), or None where they are as they were.
         num_computed: micro-batches that had their backward.
+        is_routed: whether its rows are known, and where tables are dynamic all ranks have decided about it.
         answer: what this rank says when ranks ask each other whether they take its step.
     """
 
@@ -70,7 +71,7 @@ class BatchInFlight(Generic[T]):
         self.window: Window | None = None
         self.lrs: Sequence[Rate] | None = None
         self.stepped: Mark | None = None  # when its learning rates came; None before, and once what follows is noted
-        self.answer = Answer.TAKES
+        self.answer, self.is_routed = Answer.TAKES, False
         self._is_begun = False
         self.num_computed = 0
 

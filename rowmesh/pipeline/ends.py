@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
-from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.errors import PeerError, RefusedError, RowmeshError
 from rowmesh.exchange.agreement import Agreement
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
 from rowmesh.exchange.window import Standing
 from rowmesh.mesh import Mesh
+from rowmesh.mesh.plain import error_from_plain
 
 
 class Answer(IntEnum):
@@ -48,17 +49,18 @@ class Ends:
         mesh: the ranks.
         standings: has them compare which batch they have.
         answers: has them compare which step they take; its messages are sent by another thread.
+        is_divided: whether what ranks learn in the first message of a batch is known in their replica group alone.
 
     Attributes:
         here: the first batch that does not exist on this rank, once it is known.
-        over: the first batch that exists for no rank, once all know.
+        over: the first batch that exists for no rank, once those know that compared it; see `is_known`.
         refused: the batch whose step no rank has taken.
         num_decided: batches that stand in dynamic tables, once all ranks know.
         has_left: the loop was left, and nothing more is read.
     """
 
-    def __init__(self, mesh: Mesh, standings: Agreement, answers: Agreement) -> None:
-        self._mesh, self._standings, self._answers = mesh, standings, answers
+    def __init__(self, mesh: Mesh, standings: Agreement, answers: Agreement, *, is_divided: bool) -> None:
+        self._mesh, self._standings, self._answers, self.is_divided = mesh, standings, answers, is_divided
         self.is_alone = mesh.world_size == 1
         self.begin(0)
 
@@ -70,6 +72,7 @@ class Ends:
         self.refused: int | None = None
         self.num_decided: int | None = None
         self.has_left = False
+        self._is_known = False  # whether all ranks know where it is over
         self._errors: dict[int, RowmeshError] = {}  # by batch, what ends the data there on this rank
         self._why: RowmeshError | None = None  # what another rank has ended them by
 
@@ -81,17 +84,42 @@ class Ends:
         Args:
             number: of the batch.
             error: what ended the data; None: there are no more.
-            everywhere: whether all ranks know.
+            everywhere: whether all ranks know, or those of the replica group.
         """
         if error is not None:
-            self._errors[number] = error
+            self._errors.setdefault(number, error)
         self.here = number if self.here is None else min(self.here, number)
         if everywhere or self.is_alone:
             self._end(number)
 
+    def error(self, number: int) -> RowmeshError | None:
+        """What ends the data at a batch on this rank, or whose loop was left before."""
+        if self.has_left and number not in self._errors:
+            return RowmeshError(f"its loop was left before batch {number}")
+        return self._errors.get(number)
+
+    def refuse(self, number: int, refused: RefusedError) -> None:
+        """Ranks that decide together about a batch know that some of them have none, or none that can be routed."""
+        if self.is_divided:
+            self._end(number, refused)
+            return
+        standings = [
+            Standing.ENDED
+            if rank in refused.without
+            else Standing.FAILED
+            if rank in refused.refused
+            else self._first + number
+            for rank in range(self._mesh.world_size)
+        ]
+        self.compare(number, standings, None if refused.first is None else error_from_plain(refused.first))
+
     def is_over(self, number: int) -> bool:
-        """Whether all ranks know that there is no such batch."""
+        """Whether this rank, and all that it compares batches with, know that there is no such batch."""
         return self.over is not None and number >= self.over
+
+    def is_known(self, number: int) -> bool:
+        """Whether all ranks know."""
+        return self._is_known and self.is_over(number)
 
     def standing(self, number: int, *, has_batch: bool) -> int:
         """The number of a window of this rank, or why it has none."""
@@ -103,16 +131,18 @@ class Ends:
 
     def ask(self, number: int, standing: int) -> bool:
         """Whether all ranks have a batch; where not, it is the end. Collective and blocking: 8 bytes a rank."""
-        return self.compare(number, self._standings(standing)[:, 0].tolist())
+        has_all = self.compare(number, self._standings(standing)[:, 0].tolist())
+        self._is_known = self._is_known or not has_all
+        return has_all
 
-    def compare(self, number: int, standings: Sequence[int]) -> bool:
-        """The same, given the standings of all ranks."""
+    def compare(self, number: int, standings: Sequence[int], first: BaseException | None = None) -> bool:
+        """The same, given the standings of all ranks, and what the first that failed has met, where that is known."""
         here = self._first + number
         if all(each == here for each in standings):
             return True
         why = None
         if failed := self._name(standings, Standing.FAILED):
-            why = f"{failed} could not read batch {number} or make it ready; its own error says why"
+            why = f"{failed} could not read batch {number} or make it ready; {first or 'its own error says why'}"
         elif left := self._name(standings, Standing.LEFT):
             why = f"the loop of {left} was left before batch {number}"
         elif any(each != Standing.ENDED for each in standings):
@@ -126,7 +156,12 @@ class Ends:
 
     def _end(self, number: int, why: RowmeshError | None = None) -> None:
         if not self.is_over(number):
-            self.over, self.num_decided, self._why = number, number, why
+            self.over, self._why, self._is_known = number, why, not self.is_divided
+            self._decide(number)
+
+    def _decide(self, count: int) -> None:
+        """Notes that no more batches stand: a step may be refused before the end that a later batch has met."""
+        self.num_decided = count if self.num_decided is None else min(count, self.num_decided)
 
     def check(self) -> None:
         """Raises what ended the data, where they did not simply end on all ranks alike."""
@@ -163,7 +198,8 @@ class Ends:
             self._check_answers(number, answers, step.number - 1)
             check_rates(self._answers.mesh, parted(words[:, 0].tolist())[1], step)
         except RowmeshError:
-            self.refused, self.num_decided = number, number + (Answer.LEFT_BEFORE not in answers)
+            self.refused = number
+            self._decide(number + (Answer.LEFT_BEFORE not in answers))
             raise
         return answer == Answer.FORGETS
 

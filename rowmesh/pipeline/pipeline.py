@@ -19,6 +19,7 @@ Source: NestPipe §III–VI; EL-Rec §V.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -28,7 +29,15 @@ from typing import Generic, Self
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.embeddings import Embeddings
 from rowmesh.engine import Driver
-from rowmesh.errors import ConfigurationError, DataError, IdRangeError, NoRoomError, RowmeshError
+from rowmesh.errors import (
+    ConfigurationError,
+    DataError,
+    IdRangeError,
+    NoRoomError,
+    PeerError,
+    RefusedError,
+    RowmeshError,
+)
 from rowmesh.exchange.transport import PeerRefusedError
 from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
@@ -46,7 +55,8 @@ from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
 
-_ACTIONS = ("read", "route", "open", "final", "rows", "gradients", "update")
+_ACTIONS = ("read", "open", "final", "rows", "gradients", "update")
+logger = logging.getLogger("rowmesh")
 _LEAVE_S = 10.0  # for what a loop that is left owes other ranks
 
 
@@ -119,6 +129,14 @@ class Pipeline(Generic[T]):
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
         _check(depth, micro_batches, exchange)
+        if embeddings.engine.may_lack_undo and depth > (most := 1 if overlap else 0):
+            logger.info(
+                "pipeline: depth %d instead of %d: batches of dynamic tables with an index on a device, or with "
+                "averaged replicas, cannot be taken back once they are opened",
+                most,
+                depth,
+            )
+            depth = most
         self._embeddings, self._engine, self._overlap, self._disturb = embeddings, embeddings.engine, overlap, disturb
         self._exchange = exchange
         finds_final = final_rows and depth > 0 and exchange == "delta"
@@ -127,7 +145,7 @@ class Pipeline(Generic[T]):
         self._make_windows = partial(self._engine.windows, exchange, finds_final=finds_final, verifies=verify)
         self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
         agreements = self._engine.agreement("standings", 1), self._engine.agreement("answers", 2)
-        self._ends = Ends(embeddings.mesh, *agreements)
+        self._ends = Ends(embeddings.mesh, *agreements, is_divided=self._engine.is_divided)
         is_tiered = any(windows.is_tiered for windows in self._windows)
         is_on_device = any(windows.is_on_device for windows in self._windows)
         self.make_schedule = partial(make_schedule, is_tiered=is_tiered, is_on_device=is_on_device)
@@ -147,6 +165,7 @@ class Pipeline(Generic[T]):
         self._known = [name for table in embeddings.tables for name in table.features]
         self._features: Sequence[str] | None = None  # that are looked up; None for all
         self._reader: Iterator[T] = iter(())
+        self._num_decided_ahead = 0  # batches whose turn to be decided together with other ranks has come
         self._first = FIRST  # the number of its first window
 
     def __repr__(self) -> str:
@@ -217,11 +236,12 @@ class Pipeline(Generic[T]):
     def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
         if self._num_migrations != self._engine.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._reader = reader
+        self._reader, self._num_decided_ahead = reader, 0
         self._ends.begin(self._first)
         for windows in self._windows:
             windows.begin(self._first)
         actions = {name: getattr(self, f"_{name}") for name in _ACTIONS}
+        actions["route"] = lambda task: self._route(task, runner)
         actions["retrieve"] = lambda task: self._retrieve(task, runner)
         self._streams.meet()  # after all work that set rows or used this memory
         on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
@@ -250,6 +270,8 @@ class Pipeline(Generic[T]):
             if (batch := self._batch(self._turn)) is None:
                 self._end_turn(runner, self._turn)
                 return
+            assert batch.window
+            self._engine.tell(batch.window)
             self._current = batch
             yield batch
             if batch.lrs is None:
@@ -370,35 +392,36 @@ class Pipeline(Generic[T]):
             What became of a step that the program took, where no rank has taken it and the program does not know.
         """
         ends, mine = self._ends, self._current
-        if ends.is_alone or ends.is_over(self._turn) or runner.cancelled.is_set() or runner.is_beyond_help:
+        if ends.is_alone or ends.is_known(self._turn) or runner.cancelled.is_set() or runner.is_beyond_help:
             return None
         if ends.refused is not None:  # all ranks enter the turn after
             if self._turn == ends.refused:
                 self._enter_next(runner)
             return None
-        ends.has_left, deadline = True, time.monotonic() + _LEAVE_S
+        ends.has_left = True
+        stepped = -1 if mine is None or mine.lrs is None else mine.number
         try:
-            if mine is not None and mine.lrs is None:
-                self._abandon(runner, mine, Answer.LEFT)
-            self._go_through_turns(runner, deadline)
+            self._go_through_turns(runner, stepped, time.monotonic() + _LEAVE_S)
         except PipelineClosedError:
             return None
         except RowmeshError as error:
-            is_mine = mine is not None and mine.lrs is not None and ends.refused == mine.number
-            return error if is_mine or ends.refused is None else None
+            return error if ends.refused is None or stepped == ends.refused else None
         return None
 
-    def _go_through_turns(self, runner: Runner, deadline: float) -> None:
-        """Enters turns, without computing their batches, up to the end or a step that is refused, which is raised."""
+    def _go_through_turns(self, runner: Runner, stepped: int, deadline: float) -> None:
+        """Passes over batches behind the last one that had its step, up to the end or to one whose step is refused.
+
+        Raises:
+            RowmeshError: a step was refused, or something failed.
+        """
         while True:
+            if self._turn > stepped and self._turn >= 0:
+                runner.wait(Task("compute", self._turn), deadline - time.monotonic())
+                if (batch := self._batch(self._turn)) is None:
+                    self._end_turn(runner, self._turn)
+                    return
+                self._abandon(runner, batch, Answer.LEFT if batch is self._current else Answer.LEFT_BEFORE)
             self._enter_next(runner)
-            if self._turn < 0:
-                continue
-            runner.wait(Task("compute", self._turn), deadline - time.monotonic())
-            if (batch := self._batch(self._turn)) is None:
-                self._end_turn(runner, self._turn)
-                return
-            self._abandon(runner, batch, Answer.LEFT_BEFORE)
 
     def _enter_next(self, runner: Runner) -> None:
         self._turn += 1
@@ -407,6 +430,9 @@ class Pipeline(Generic[T]):
     def _abandon(self, runner: Runner, batch: BatchInFlight[T], answer: Answer) -> None:
         """Lets a batch be sent that is not computed, or not all of it."""
         assert batch.window is not None
+        if answer == Answer.LEFT_BEFORE:
+            with contextlib.suppress(RowmeshError):
+                self._engine.tell(batch.window, refuses=RowmeshError(f"its loop was left before batch {batch.number}"))
         batch.answer = answer
         batch.window.lack_gradients()
         for part in range(batch.num_computed, batch.window.num_parts):
@@ -496,11 +522,26 @@ class Pipeline(Generic[T]):
 
     def _keep(self, task: Task, error: Exception) -> bool:
         """Keeps what failed ahead of the loop as the end of the data."""
-        is_refused = task.stage == "open" and isinstance(error, (IdRangeError, PeerRefusedError))  # on all ranks
-        has_no_room = task.stage == "retrieve" and isinstance(error, NoRoomError)
-        if not (task.stage in ("read", "route") or is_refused or has_no_room):
+        number, here = task.batch, self._ends.end_here
+        failed = named(error, task, self._engine.mesh.rank)
+        if task.stage == "route":
+            if isinstance(error, RefusedError):
+                self._ends.refuse(number, error)
+            elif isinstance(error, PipelineClosedError | PeerError):
+                return False
+            else:
+                here(number, failed)
+                with contextlib.suppress(RefusedError):  # which says what the error says
+                    self._pass_over(number, error)
+                batch = self._in_flight.get(number)
+                if self._engine.is_decided_ahead and not (batch and batch.is_routed):  # the others failed with it
+                    here(number, everywhere=True)
+        elif task.stage == "open" and isinstance(error, (IdRangeError, PeerRefusedError)):
+            here(number, failed, everywhere=True)
+        elif task.stage == "read" or (task.stage == "retrieve" and isinstance(error, NoRoomError)):
+            here(number, failed)
+        else:
             return False
-        self._ends.end_here(task.batch, named(error, task, self._engine.mesh.rank), everywhere=is_refused)
         return True
 
     def _batch(self, number: int) -> BatchInFlight[T] | None:
@@ -517,12 +558,12 @@ class Pipeline(Generic[T]):
     def _asks_late(self) -> bool:
         """Whether ranks compare what they have when the rows of a batch are due.
 
-        Most do so in the first message of the batch. That does not suffice where there is none before its rows, or
-        where rows may find no room in fast memory after it.
+        Most do so in the first message of the batch. That does not suffice where there is none before its rows, where
+        it does not reach all ranks, or where rows may find no room in fast memory after it.
         """
         can_split = any(windows.is_split for windows in self._windows)
         is_tiered = any(windows.is_tiered for windows in self._windows)
-        return not self._ends.is_alone and (is_tiered or not can_split)
+        return not self._ends.is_alone and (is_tiered or self._ends.is_divided or not can_split)
 
     # Stages, in other threads
 
@@ -537,17 +578,36 @@ class Pipeline(Generic[T]):
         _check_item(item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
         self._in_flight[task.batch] = BatchInFlight(self, task.batch, item)
 
-    def _route(self, task: Task) -> None:
-        if batch := self._batch(task.batch):
+    def _route(self, task: Task, runner: Runner) -> None:
+        number, engine = task.batch, self._engine
+        if self._ends.is_over(number):
+            return
+        if not engine.can_undo:  # what is decided of it stands, so that it must be the loop's next batch
+            runner.wait_for_turn(number)
+        batch = None if self._ends.has_left else self._batch(number)
+        if batch is None:
+            self._pass_over(number, self._ends.error(number))
+            return
+        sparse = self._sparse_of(batch.item)
+        order, sizes = self._cutter(sparse)
+        if order is not None:
+            _check_item(batch.item, "take", "a method that takes samples, since they are clustered")
+            batch.order, batch.item = order, batch.item.take(order)
             sparse = self._sparse_of(batch.item)
-            order, sizes = self._cutter(sparse)
-            if order is not None:
-                _check_item(batch.item, "take", "a method that takes samples, since they are clustered")
-                batch.order, batch.item = order, batch.item.take(order)
-                sparse = self._sparse_of(batch.item)
-            window = self._engine.make_window(sparse, sizes)
-            window.number = window.route.number = self._first + task.batch
-            batch.window = window
+        engine.check_ahead(sparse)
+        self._num_decided_ahead = number + 1
+        route, batch.is_routed = engine.route_ahead(sparse), True
+        window = engine.make_window(route, sizes)
+        window.number = window.route.number = self._first + number
+        batch.window = window
+
+    def _pass_over(self, number: int, error: Exception | None) -> None:
+        """Says, where ranks decide together about a batch that is routed, that this rank has none."""
+        if self._ends.is_alone or not self._engine.is_decided_ahead or self._num_decided_ahead > number:
+            return
+        self._num_decided_ahead = number + 1
+        self._engine.pass_over(error)
+        self._ends.end_here(number, everywhere=True)
 
     def _sparse_of(self, item: T) -> SparseBatch:
         """The ids of an item that are looked up."""
@@ -557,10 +617,11 @@ class Pipeline(Generic[T]):
     def _open(self, task: Task) -> None:
         if self._ends.is_over(task.batch):
             return
-        window, standing = self._window(task), self._standing(task)
         for windows in self._windows:
-            if windows.is_split and not self._ends.compare(task.batch, windows.open(window, standing)):
-                return
+            if windows.is_split:
+                standings = windows.open(self._window(task), self._standing(task))
+                if not self._ends.compare(task.batch, standings) and not self._ends.is_divided:
+                    return
 
     def _retrieve(self, task: Task, runner: Runner) -> None:
         if window := self._window(task):
@@ -577,7 +638,7 @@ class Pipeline(Generic[T]):
                 windows.final(window)
 
     def _rows(self, task: Task) -> None:
-        if task.part == 0 and self._asks_late and not self._ends.is_over(task.batch):
+        if task.part == 0 and self._asks_late and not self._ends.is_known(task.batch):
             self._ends.ask(task.batch, self._standing(task))
         if window := self._window(task):
             for windows in self._windows:

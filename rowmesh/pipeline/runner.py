@@ -146,6 +146,17 @@ class Runner:
         finally:
             self._is_waiting_for_all = False
 
+    def wait_for_turn(self, turn: int) -> None:
+        """Has a task wait until the driver enters a turn.
+
+        Raises:
+            PipelineClosedError: it does not.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.cancelled.is_set() or self._turn >= turn)
+            if self._turn < turn:
+                raise PipelineClosedError(f"rank {self._rank}: the pipeline was closed")
+
     def is_of_use(self, task: Task) -> bool:
         """Whether a task's result is needed: while the pipeline is being closed, only what this turn needs is."""
         return not self._is_closing or task.batch <= self._turn + 1

@@ -108,7 +108,6 @@ class Survivors:
             each.begin_after(self._engine.step_count)
         if (resolver := self._engine.resolver) is not None:
             self._opened_before = resolver.step - step
-            resolver.keep_undo()
 
     @contextmanager
     def saving(self, standing: Callable[[], Standing], state: State) -> Iterator[None]:

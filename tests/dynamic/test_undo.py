@@ -38,7 +38,6 @@ def train(stream: Stream, aheads: list[int], every: int, late: int) -> list[dict
     embeddings, states = make(Mesh(), stream), []
     optimizer, resolver = EmbeddingOptimizer(embeddings), embeddings.engine.resolver
     assert resolver is not None
-    resolver.keep_undo()
     held = deque[BatchPin]()
     for step, ahead in zip(range(stream.num_steps), aheads, strict=False):
         held.append(resolver.pins.begin())

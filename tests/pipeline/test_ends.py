@@ -9,10 +9,20 @@ from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, Spar
 from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.pipeline import Pipeline
+from rowmesh.tables import Dynamic, Uniform
 from tests.support.tables import table
 
 NUM_ROWS, NUM_BATCHES, BAD = 50, 9, 5
+DYNAMIC = TableSpec(
+    name="item",
+    dim=4,
+    storage="dynamic",
+    dynamic=Dynamic(capacity=24, shards=1, admit_after=1),
+    initializer=Uniform(bound=0.1),
+)
 TABLES = {
+    "dynamic": [DYNAMIC],
+    "dynamic, one-sided": [DYNAMIC, table("word", NUM_ROWS, 4)],
     "collective": [table("item", NUM_ROWS, 4)],
     "one_sided": [table("item", NUM_ROWS, 4)],
     "tiered": [TableSpec(name="item", num_rows=NUM_ROWS, dim=4, storage="tiered")],
@@ -25,16 +35,16 @@ TABLES = {
 
 
 def make(mesh, kind):
-    transport = "one_sided" if kind == "one_sided" and mesh.world_size > 1 else "auto"
-    if kind == "collective" and mesh.world_size > 1:
-        transport = "collective"
+    transport = "auto"
+    if mesh.world_size > 1 and kind != "tiered":
+        transport = "one_sided" if kind in ("one_sided", "dynamic, one-sided") else "collective"
     collection = EmbeddingCollection(TABLES[kind], mesh=mesh, transport=transport)
     return collection, EmbeddingOptimizer(collection)
 
 
 def batch_of(ids, kind):
     bags = {"item": [[i] for i in ids]}
-    if kind == "both":
+    if kind in ("both", "dynamic, one-sided"):
         bags["word"] = bags["item"]
     return Batch(torch.zeros(len(ids), 0), SparseBatch.from_bags(bags), torch.zeros(len(ids)))
 
@@ -51,6 +61,8 @@ def batches(rank, kind, count=NUM_BATCHES, spoil=None):
                 return
             if spoil[1] == "bad id":
                 ids[3] = NUM_ROWS
+            if spoil[1] == "no room":
+                ids = list(range(NUM_ROWS))
         yield batch_of(ids, kind)
 
 
@@ -63,18 +75,27 @@ def train(window, optimizer):
 def values(collection):
     found = []
     for spec in collection.tables:
-        if spec.storage == "tensor_train":
+        if spec.storage == "dynamic":
+            known = collection.known_rows(spec.name)
+            found += [known.ids, known.values, known.counts, known.last_steps, known.scores, *known.state.values()]
+            counters = collection.dynamic_counters[spec.name] if len(known.ids) else None
+            found.append(torch.tensor([counters.admitted, counters.evicted, counters.hits] if counters else []))
+        elif spec.storage == "tensor_train":
             found += [core.clone() for core in collection.cores(spec.name).cores]
         else:
             found += [piece.values.clone() for piece in collection.local_rows(spec.name)]
     return found
 
 
-def train_plain(mesh, kind, numbers, micro_batches=1):
-    """What a loop in turn trains on these batches."""
+def train_plain(mesh, kind, numbers, micro_batches=1, looked_at=()):
+    """What a loop in turn trains on these batches; others it looks up alone."""
     collection, optimizer = make(mesh, kind)
-    items = [item for number, item in enumerate(batches(mesh.rank, kind)) if number in numbers]
-    for item in items:  # a pipeline each, so that nothing is ahead
+    for number, item in enumerate(batches(mesh.rank, kind)):
+        if number in looked_at:
+            collection(item.sparse)
+        if number not in numbers:
+            continue
+        # A pipeline each, so that nothing is ahead.
         with Pipeline(collection, depth=0, micro_batches=micro_batches, overlap=False) as pipeline:
             for window in pipeline.windows([item]):
                 train(window, optimizer)
@@ -127,18 +148,25 @@ def check_an_error(ends, plain, gone_on, culprits, how):
         elif rank in culprits:
             stage = "read" if how == "raises" else "route"
             assert text.startswith(f"rank {rank} in stage '{stage}' of batch {BAD}: "), text
-            assert kind == ("DataError" if how == "raises" else "IdRangeError")
+            assert kind == {"raises": "DataError", "no room": "NoRoomError"}.get(how, "IdRangeError")
+        elif how == "no room":  # an owner has none, and says so to all
+            assert kind == "NoRoomError"
         else:
             assert kind == "PeerError"
-            assert f"could not read batch {BAD} or make it ready; its own error says why" in text, text
+            assert f"could not read batch {BAD} or make it ready; " in text, text
 
 
 HOWS = ("raises", "ends", "bad id")
 KINDS = ("collective", "one_sided", "tiered", "cores", "both")
+DYNAMICS = ("dynamic", "dynamic, one-sided")
+CASES = [
+    *((how, kind) for how in HOWS for kind in KINDS),
+    *((how, kind) for how in ("raises", "ends", "no room") for kind in DYNAMICS),
+    ("bad id", "dynamic, one-sided"),
+]
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("kind", ["collective", "tiered", "cores"])
+@pytest.mark.parametrize("how, kind", [case for case in CASES if case[1] not in ("one_sided", "both")])
 def test_an_error_ahead_is_the_end_of_data_on_one_rank(how, kind):
     for depth, micro_batches, overlap in ((0, 1, True), (1, 2, True), (3, 1, True), (3, 2, False)):
         ends = [meet_an_error(Mesh(), kind, how, depth, micro_batches, {0}, overlap)]
@@ -158,8 +186,7 @@ def meet_errors(mesh, kind, how, cases):
     return ends
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how, kind", CASES)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_error_ahead_is_the_end_of_data_on_all_ranks(ranks, how, kind, world_size):
     """Thirty loops in a row on one mesh, none of which hangs or meets a message of the one before."""
@@ -215,13 +242,16 @@ def leave_loops(mesh, kind, how, cases):
     for depth, micro_batches, culprits in cases:
         if micro_batches not in done:
             behind = [*trained, *range(BAD + 1, NUM_BATCHES)]
-            done[micro_batches] = [train_plain(mesh, kind, numbers, micro_batches) for numbers in (trained, behind)]
+            looked_at = () if how == "after its step" else (3,)
+            done[micro_batches] = [
+                train_plain(mesh, kind, numbers, micro_batches, looked_at) for numbers in (trained, behind)
+            ]
         ends.append((leave(mesh, kind, how, depth, micro_batches, culprits), *done[micro_batches]))
     return ends
 
 
 @pytest.mark.parametrize("how", ["amid", "before its step", "after its step"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *DYNAMICS])
 def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind):
     cases = [(depth, parts, each) for depth in (0, 1, 3) for parts in (1, 3) for each in ({1}, {0}, {0, 1})]
     found = ranks.run(leave_loops, kind, how, cases, world_size=2)

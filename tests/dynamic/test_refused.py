@@ -1,0 +1,59 @@
+"""A batch that is refused anywhere decides nothing: on any number of ranks, over either transport."""
+
+import pytest
+
+from rowmesh.mesh import Mesh
+from tests.support.refused import KINDS, joined, run
+
+STEPS = 6
+NAMED = {
+    "range": "IdRangeError",
+    "feature": "DataError",
+    "room": "NoRoomError",
+    "room of the last table": "NoRoomError",
+    "scores": "DataError",
+    "time": "DataError",
+    "store": "StoreError",
+    "hook": "RowmeshError",
+    "fetched": "KeyError",
+}
+ALONE = {"range", "feature", "scores"}  # which the others learn of by a letter
+
+
+@pytest.fixture(scope="module")
+def expected():
+    *_, found, rows, told = run(Mesh(), "auto", {}, 3, STEPS)
+    return joined([found]), rows, told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refused_batch_decides_nothing(kind, expected):
+    errors, is_same, found, rows, told = run(Mesh(), "auto", {2: kind, 4: kind}, 3, STEPS)
+    assert [error.split(":")[0] for error in errors] == 2 * [NAMED[kind]]
+    assert is_same == [True, True]
+    assert (joined([found]), rows, told) == expected
+
+
+@pytest.mark.parametrize("transport", ["collective", "one_sided"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_several_ranks_it_decides_nothing_either(ranks, kind, transport, expected):
+    check_ranks(ranks, kind, transport, 2, expected)
+
+
+def check_ranks(ranks, kind, transport, world_size, expected):
+    seen = ranks.run(run, transport, {2: kind, 4: kind}, 3, STEPS, world_size=world_size)
+    *others, last = [[error.split(":")[0] for error in errors] for errors, *_ in seen]
+    assert last == 2 * [NAMED[kind]]
+    if kind == "fetched":
+        assert others == (world_size - 1) * [["", ""]]
+        assert seen[-1][1] == [True, True]
+    else:
+        assert others == (world_size - 1) * [2 * ["RefusedError" if kind in ALONE else NAMED[kind]]]
+        assert all(is_same == [True, True] for _, is_same, *_ in seen)
+    plain = ranks.run(run, transport, {}, 3, STEPS, world_size=world_size)
+    assert [each[3] for each in seen] == [each[3] for each in plain]
+    assert joined([each[2] for each in seen]) == joined([each[2] for each in plain]) == expected[0]
+
+
+def test_on_four_ranks_it_decides_nothing_either(ranks, expected):
+    check_ranks(ranks, "room", "one_sided", 4, expected)
