@@ -2,8 +2,8 @@
 
     for window in pipeline.windows(loader):
         for part in window:
-            loss = loss_of(model(part.embeddings), window.item, part.samples)
-            loss.backward()
+            loss = mean_loss_of(model(part.embeddings), window.item, part.samples)
+            (loss * part.weight).backward()  # gradients of micro-batches add up
         sparse_optimizer.step()
         dense_optimizer.step()
 

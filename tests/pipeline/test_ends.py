@@ -1,6 +1,7 @@
 """Ends of data, errors ahead, and loops that are left: every rank has trained the same steps, and can go on."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
+from tests.support.ranks import RankPool
 from tests.support.tables import table
 
 NUM_ROWS, NUM_BATCHES, BAD = 50, 9, 5
+TIMEOUT_S = 3.0
 DYNAMIC = TableSpec(
     name="item",
     dim=4,
@@ -269,3 +272,52 @@ def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind):
                 assert f"rank {gone}" in error[1]
                 assert "left" in error[1]
                 assert given <= steps + 1
+
+
+# What fails once ranks have agreed on a batch
+
+
+def fail_after_all(mesh, kind, stage):
+    """One of three batches ahead fails on rank 1 after its first message; the others wait for it in vain."""
+    mesh = replace(mesh, timeout_s=TIMEOUT_S)
+
+    def disturb(task):
+        if mesh.rank == 1 and (task.stage, task.batch) == (stage, 3):
+            raise MemoryError("no room for messages")
+
+    collection, optimizer = make(mesh, kind)
+    error = None
+    pipeline = Pipeline(collection, depth=1, micro_batches=2, disturb=disturb)
+    try:
+        for window in pipeline.windows(batches(mesh.rank, kind)):
+            train(window, optimizer)
+    except RowmeshError as caught:
+        error = type(caught).__name__, str(caught)
+    return collection.step_count, values(collection), error
+
+
+STAGES = [
+    pytest.param(kind, stage, marks=() if (kind, stage) == ("collective", "final") else pytest.mark.slow)
+    for kind in ("collective", "one_sided")
+    for stage in ("final", "rows", "gradients", "update")
+    if (kind, stage) != ("one_sided", "final")  # when nothing is done
+]
+
+
+@pytest.mark.parametrize("kind, stage", STAGES)
+def test_steps_that_all_ranks_took_are_done_whatever_fails_ahead(kind, stage):
+    pool = RankPool(mesh_timeout_s=30.0, world_size=2)
+    try:
+        ends = pool.run(fail_after_all, kind, stage, world_size=2)
+    finally:
+        pool.close()
+    pool = RankPool(mesh_timeout_s=30.0, world_size=2)
+    try:
+        plain = pool.run(train_plain, kind, range(3), 2, world_size=2)
+    finally:
+        pool.close()
+    for rank, (steps, rows, error) in enumerate(ends):
+        assert steps == 3, error
+        assert same(rows, plain[rank])
+        assert error[0] == ("PeerError" if rank == 0 else "RowmeshError")
+    assert ends[1][2][1] == f"rank 1 in stage '{stage}' of batch 3: MemoryError: no room for messages"
