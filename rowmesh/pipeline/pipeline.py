@@ -583,7 +583,7 @@ class Pipeline(Generic[T]):
         if self._ends.is_over(number):
             return
         if not engine.can_undo:  # what is decided of it stands, so that it must be the loop's next batch
-            runner.wait_for_turn(number)
+            runner.wait_for_step(number - 1)
         batch = None if self._ends.has_left else self._batch(number)
         if batch is None:
             self._pass_over(number, self._ends.error(number))

@@ -146,15 +146,15 @@ class Runner:
         finally:
             self._is_waiting_for_all = False
 
-    def wait_for_turn(self, turn: int) -> None:
-        """Has a task wait until the driver enters a turn.
+    def wait_for_step(self, batch: int) -> None:
+        """Has a task wait until the driver has asked for the step of a batch.
 
         Raises:
             PipelineClosedError: it does not.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.cancelled.is_set() or self._turn >= turn)
-            if self._turn < turn:
+            self._changed.wait_for(lambda: self.cancelled.is_set() or self._is_closing or self._last_step >= batch)
+            if self._last_step < batch:
                 raise PipelineClosedError(f"rank {self._rank}: the pipeline was closed")
 
     def is_of_use(self, task: Task) -> bool:
@@ -188,7 +188,9 @@ class Runner:
         """
         atexit.unregister(self.close)
         self._when_silent = when_silent or self._when_silent
-        self._is_closing = True
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         try:
             self._finish()
         finally:
