@@ -24,7 +24,7 @@ from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.frames import DynamicIds, Framed, Resolve, put_frames
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.host_group import Found, HostGroupExchange
-from rowmesh.exchange.route import LateIdCheck, Moment, Route, refusal, table_bounds
+from rowmesh.exchange.route import LateIdCheck, Moment, Route, refusal, refused_ids, table_bounds
 from rowmesh.layout import Layouts
 from rowmesh.ops.look_up.device_ids import DeviceIds
 from rowmesh.ops.memory import Scratch, held_bytes
@@ -99,7 +99,9 @@ def make_router(
         device: where; None: the host.
         indexed: dynamic tables whose index is on the device.
     """
-    return HostRouter(groups, layouts, rank) if device is None else DeviceRouter(groups, layouts, device, indexed)
+    if device is None:
+        return HostRouter(groups, layouts, rank)
+    return DeviceRouter(groups, layouts, rank, device, indexed)
 
 
 class _Memory:
@@ -214,14 +216,19 @@ class DeviceRouter(Router[DeviceGroupExchange]):
     order.
 
     Args:
-        groups, layouts, device, indexed: as for `make_router`.
+        groups, layouts, rank, device, indexed: as for `make_router`.
     """
 
     def __init__(
-        self, groups: Sequence[TableGroup], layouts: Layouts, device: torch.device, indexed: Collection[str]
+        self,
+        groups: Sequence[TableGroup],
+        layouts: Layouts,
+        rank: int,
+        device: torch.device,
+        indexed: Collection[str],
     ) -> None:
         super().__init__(groups, layouts)
-        self._groups, self._indexed = groups, indexed
+        self._rank, self._groups, self._indexed = rank, groups, indexed
         self._features = tuple(feature for group in groups for feature in group.features)
         tables = [table for group in groups for table in group.tables for _ in table.features]
         rows = [None if table.out_of_range == "error" else table.out_of_range for table in tables]
@@ -241,6 +248,7 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         batch = batch if batch.features == self._features else batch.select(self._features)
         shape, framed = self._shape_of(batch), None
         if resolve is not None:
+            self._check_ids(batch, exchanges, shape, moment)
             framed = self._put_frames(batch, exchanges, shape, resolve)
             batch = batch.with_ids(framed.ids)
         route = Route(batch)  # first: it tells exchanges when it is gone, even half made
@@ -258,6 +266,26 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         for exchange, group in zip(exchanges, route.groups, strict=True):
             exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
         return route
+
+    def _check_ids(
+        self, batch: SparseBatch, exchanges: Sequence[DeviceGroupExchange], shape: _Shape, moment: Moment | None
+    ) -> None:
+        """Raises IdRangeError where ids on the host are no rows, before dynamic tables decide; later on a device."""
+        if batch.ids.device.type != "cpu":
+            return
+        refused = []
+        for exchange, layout in zip(exchanges, shape.layouts, strict=True):
+            bounds = layout.features[:, :2].tolist()
+            for (name, table), (begin, end) in zip(exchange.features, bounds, strict=True):
+                if exchange.is_dynamic or table.out_of_range != "error" or begin == end:
+                    continue
+                part = batch.ids[begin:end]
+                first, last = map(int, part.aminmax())
+                if first < 0 or last >= table.num_rows:
+                    exchange.counters.count_outside(name, int(((part < 0) | (part >= table.num_rows)).sum()))
+                    refused.append(refused_ids(name, table, part))
+        if refused:
+            raise refusal(self._rank, refused, moment)
 
     def _put_frames(
         self, batch: SparseBatch, exchanges: Sequence[DeviceGroupExchange], shape: _Shape, resolve: Resolve

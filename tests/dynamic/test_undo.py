@@ -19,8 +19,8 @@ STREAMS = streams(RULES | {f"demoting, {name}": rules for name, rules in DEMOTIN
 
 
 def saved(embeddings, stream):
-    """All that a checkpoint has of the dynamic tables."""
-    found = {}
+    """All that a checkpoint has of the dynamic tables, and what they have counted."""
+    found = {name: vars(counters).copy() for name, counters in embeddings.dynamic_counters.items()}
     for name, _ in stream.rules:
         records = embeddings.records(name)
         found |= {(name, kind): array.tolist() for kind, array in records.arrays}
@@ -31,18 +31,21 @@ def saved(embeddings, stream):
 
 
 def train(stream: Stream, aheads: list[int], every: int, late: int) -> list[dict]:
-    """What is saved after every so many steps, before which so many batches are opened and taken back.
+    """What is saved after every so many steps, before which so many batches are opened ahead and taken back.
 
-    Batches end so many steps after their own.
+    Batches end so many steps after their own. What hooks were told comes last.
     """
-    embeddings, states = make(Mesh(), stream), []
+    embeddings, states, told = make(Mesh(), stream), [], []
+    for name, _ in stream.rules:
+        embeddings.register_decision_hook(name, lambda each: told.append((each.table, each.step, each.ids.tolist())))
     optimizer, resolver = EmbeddingOptimizer(embeddings), embeddings.engine.resolver
     assert resolver is not None
     held = deque[BatchPin]()
     for step, ahead in zip(range(stream.num_steps), aheads, strict=False):
         held.append(resolver.pins.begin())
         batches = [stream.batch(step + k, 0, is_dynamic=True) for k in range(ahead)]
-        opened = [embeddings(batch) for batch in batches]
+        opened = [embeddings.engine._route(batch, is_ahead=True) for batch in batches]
+        assert resolver.can_undo
         resolver.go_back(step)
         del opened
         (embeddings(stream.batch(step, 0, is_dynamic=True)).values ** 2).sum().backward()
@@ -51,7 +54,7 @@ def train(stream: Stream, aheads: list[int], every: int, late: int) -> list[dict
             held.popleft().end()
         if step % every == 0:  # which flushes what is demoted
             states.append(saved(embeddings, stream))
-    return [*states, saved(embeddings, stream)]
+    return [*states, saved(embeddings, stream), told]
 
 
 @settings(max_examples=12, deadline=None)

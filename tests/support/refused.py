@@ -33,8 +33,10 @@ RULES = {
     "away": Dynamic(capacity=6, shards=2, mode="demote", store="memory", store_capacity=4),
     "worth": Dynamic(capacity=6, shards=2, eviction="score"),
 }
-FULL = {name: np.flatnonzero(shard_of(name, np.arange(400), 2) == 0)[:4].tolist() for name in ("item", "worth")}
-"""More ids of shard 0 than it holds."""
+NEW = np.arange(100, 400)
+SHARDS = {name: shard_of(name, NEW, 2) for name in ("item", "worth")}
+FULL = {name: [*NEW[shards == 0][:4].tolist(), *NEW[shards == 1][:3].tolist()] for name, shards in SHARDS.items()}
+"""More ids of shard 0 than it holds, and so many of shard 1 that all others would have to leave."""
 NUM_PARTS, NUM_IDS = 4, 12
 KINDS = ["range", "feature", "room", "room of the last table", "scores", "time", "store", "hook", "fetched"]
 Known = dict[str, Any]
