@@ -217,12 +217,16 @@ class Resolver:
             with contextlib.suppress(PeerError):  # the error itself says more
                 self.pass_over(plain_of(error))
 
-    def tell(self, pin: BatchPin) -> None:
+    def tell(self, pin: BatchPin, refuses: RowmeshError | None = None) -> None:
         """Tells hooks what was decided of a batch, which nothing but a hook refuses from here on.
 
         Collective where some rank has hooks, else no message. Messages are in a process group of their own: another
         thread may resolve later batches meanwhile. Each batch once, in the order of the batches: a plain look-up when
         its rows are there, a pipeline when it gives the batch to the loop.
+
+        Args:
+            pin: of the batch.
+            refuses: why this rank does not go on with it, so that none does; its hooks are not told.
 
         Raises:
             RowmeshError: on all ranks alike, where a hook raised an error; names it. Nothing is taken back yet: all
@@ -236,6 +240,8 @@ class Resolver:
         failure: PlainError | None = ["RowmeshError", f"rank {self._name}: telling hooks was interrupted"]
         first: PlainError | None = None
         try:
+            if refuses is not None:
+                raise refuses
             self._owners.tell(pin.step)
             failure = None
         except RowmeshError as error:
@@ -308,9 +314,13 @@ class Resolver:
             step: from here on as many batches were opened.
         """
         with self._lock:
-            assert step >= min(self._fixed, self.step), "these batches cannot be taken back, see `can_undo`"
+            assert self._can_reach(step), "these batches cannot be taken back, see `can_undo`"
             if step < self.step:
                 self._go_back(step)
+
+    def go_back_where_possible(self, step: int) -> None:
+        """As `go_back`, but for batches that cannot be taken back, which stand on all ranks alike."""
+        self.go_back(next(each for each in range(step, max(step, self.step) + 1) if self._can_reach(each)))
 
     def take_back(self, pin: BatchPin) -> None:
         """A batch is refused after all: it opened no step, where none was opened since and undo is not missing."""
@@ -318,7 +328,7 @@ class Resolver:
             self._take_back(pin)
 
     def _take_back(self, pin: BatchPin) -> None:
-        if pin.step == self.step > 0 and not pin.is_taken_back and pin.step > self._fixed:
+        if pin.step == self.step > 0 and not pin.is_taken_back and self._can_reach(pin.step - 1):
             self._go_back(pin.step - 1)
         pin.is_watched = False
 
@@ -326,6 +336,10 @@ class Resolver:
         self._owners.go_back(step)
         self.pins.take_back(step)
         self.step = step
+
+    def _can_reach(self, step: int) -> bool:
+        """Whether what was decided since a step can be taken back."""
+        return step >= min(self._fixed, self.step)
 
     @property
     def decided(self) -> dict[str, DynamicCounters]:
@@ -496,7 +510,7 @@ class Resolver:
         step = min(arrived.steps)
         if step == max(arrived.steps):
             return None
-        if max(arrived.steps) > step + 1 or (step < self.step and step < self._fixed):
+        if max(arrived.steps) > step + 1 or not self._can_reach(step):
             steps = ", ".join(f"rank {self._mesh.name(rank)} {each}" for rank, each in enumerate(arrived.steps))
             text = f"rank {self._name}: ranks have opened differently many batches of dynamic tables: {steps}"
             return error_to_plain(PeerError(f"{text}; begin anew, or load a checkpoint on all ranks"))

@@ -1,6 +1,8 @@
 """A batch that is refused anywhere decides nothing: on any number of ranks, over either transport."""
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from rowmesh.mesh import Mesh
 from tests.support.refused import KINDS, joined, run
@@ -57,3 +59,32 @@ def check_ranks(ranks, kind, transport, world_size, expected):
 
 def test_on_four_ranks_it_decides_nothing_either(ranks, expected):
     check_ranks(ranks, "room", "one_sided", 4, expected)
+
+
+REFUSALS = {
+    "seed": st.integers(0, 2**16),
+    "num_steps": st.integers(2, 9),
+    "refused": st.dictionaries(st.integers(0, 8), st.sampled_from(KINDS), max_size=5),
+}
+
+
+@settings(max_examples=8, deadline=None)
+@given(**REFUSALS)
+def test_streams_go_on_as_if_they_had_not_been(seed, num_steps, refused):
+    errors, is_same, *others = run(Mesh(), "auto", refused, seed, num_steps)
+    assert all(errors)
+    assert all(is_same)
+    _, _, *expected = run(Mesh(), "auto", {}, seed, num_steps)
+    assert others == expected
+
+
+@pytest.mark.parametrize("transport", ["collective", "one_sided"])
+def test_streams_on_two_ranks_go_on_as_on_one(ranks, transport):
+    @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(**REFUSALS)
+    def check(seed, num_steps, refused):
+        seen = ranks.run(run, transport, refused, seed, num_steps, world_size=2)
+        _, _, found, *_ = run(Mesh(), "auto", {}, seed, num_steps)
+        assert joined([each[2] for each in seen]) == joined([found])
+
+    check()
