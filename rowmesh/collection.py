@@ -337,7 +337,7 @@ class EmbeddingCollection(TableModule):
     def go_on_after(self, table: str, step: int) -> None:
         """Says how many batches a dynamic table, and with it all of them, were given before what a checkpoint holds."""
         if self.engine.resolver is not None and table in self.engine.resolver.tables:
-            self.engine.resolver.step = step
+            self.engine.resolver.go_on_after(step)
 
     def statistics(self, table: str, ids: Sequence[int] | np.ndarray | torch.Tensor) -> Statistics:
         """How often ids of a dynamic table occurred, when last, and their scores. Collective; ranks may ask for others.

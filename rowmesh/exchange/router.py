@@ -154,10 +154,13 @@ class HostRouter(Router[HostGroupExchange]):
         layouts = self._layouts(batch)
         inverse = memory.inverse.reserve(4 * batch.ids.numel())
         pairs = [*zip(exchanges, layouts, strict=True)]
-        dynamic = [place for place, exchange in enumerate(exchanges) if resolve is not None and exchange.is_dynamic]
-        others = [place for place in range(len(exchanges)) if place not in dynamic]
+        dynamic: list[int] = []
+        if resolve is not None:
+            dynamic = [place for place, exchange in enumerate(exchanges) if exchange.is_dynamic]
         refused: list[str] = []
-        for exchange, layout in (pairs[place] for place in others):  # first: what they refuse decides nothing
+        for place, (exchange, layout) in enumerate(pairs):  # what these refuse, dynamic tables have not decided
+            if place in dynamic:
+                continue
             try:
                 route.groups.append(exchange.route(batch, layout, inverse))
             except IdRangeError as error:
@@ -166,8 +169,8 @@ class HostRouter(Router[HostGroupExchange]):
             raise refusal(self._rank, refused, moment)
         if resolve is not None:
             self._resolve(route, [pairs[place] for place in dynamic], inverse, resolve)
-            order = [*others, *dynamic]
-            route.groups = [route.groups[order.index(place)] for place in range(len(exchanges))]
+            order = sorted(range(len(pairs)), key=dynamic.__contains__)  # in which groups are now
+            route.groups = [route.groups[order.index(place)] for place in range(len(pairs))]
         return route
 
     @staticmethod

@@ -4,8 +4,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from rowmesh import EmbeddingOptimizer
+from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.mesh import Mesh
-from tests.support.refused import KINDS, joined, run
+from tests.support.refused import KINDS, batch_of, joined, known_of, make, run, train
 
 STEPS = 6
 NAMED = {
@@ -34,6 +36,25 @@ def test_a_refused_batch_decides_nothing(kind, expected):
     assert [error.split(":")[0] for error in errors] == 2 * [NAMED[kind]]
     assert is_same == [True, True]
     assert (joined([found]), rows, told) == expected
+
+
+def test_nor_does_one_that_finds_no_memory_once_it_was_decided(monkeypatch):
+    embeddings = make(Mesh(), "auto")
+    optimizer = EmbeddingOptimizer(embeddings)
+    train(embeddings, optimizer, batch_of(Mesh(), 3, 0))
+    for name in ("place", "find_unique", "route"):
+        before = known_of(embeddings)
+        with monkeypatch.context() as patched:
+            patched.setattr(HostGroupExchange, name, no_memory)
+            with pytest.raises(MemoryError):
+                embeddings(batch_of(Mesh(), 3, 1))
+        assert known_of(embeddings) == before
+    train(embeddings, optimizer, batch_of(Mesh(), 3, 1))
+    assert known_of(embeddings)["step"] == 2
+
+
+def no_memory(*_):
+    raise MemoryError("no room")
 
 
 @pytest.mark.parametrize("transport", ["collective", "one_sided"])

@@ -164,15 +164,20 @@ def run(mesh: Mesh, transport: str, refused: dict[int, str], seed: int, num_step
 
     Returns:
         The errors; whether nothing had changed after each of them; what is known at the end; all rows of this rank;
-        what hooks were told last of each step.
+        what hooks were told: of each step once, but where a hook has refused it, or a rank after it: then what they
+        were told last.
     """
     embeddings = make(mesh, transport)
     told: dict[tuple[str, int], tuple] = {}
+    may_repeat = {"hook", "fetched"} & set(refused.values())
+
+    def note(each):
+        key = each.table, each.step
+        assert may_repeat or key not in told
+        told[key] = each.ids.tolist(), each.evicted_ids.tolist()
+
     for name in RULES:
-        embeddings.register_decision_hook(
-            name,
-            lambda each: told.update({(each.table, each.step): (each.ids.tolist(), each.evicted_ids.tolist())}),
-        )
+        embeddings.register_decision_hook(name, note)
     optimizer, errors, is_same = EmbeddingOptimizer(embeddings), [], []
     for step in range(num_steps):
         if step in refused:
