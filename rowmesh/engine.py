@@ -181,7 +181,7 @@ class Engine:
             try:
                 self._fetch(route)
                 if route.pin is not None:
-                    self._tell(route.pin)
+                    self._tell(route)
                 reach("engine.fetched")
                 return self._pool(route)
             except BaseException:  # it decides nothing then; also where other ranks do not know, see Resolver
@@ -203,8 +203,7 @@ class Engine:
         with self.gate.reading:
             self.wait()
             route = self._route(batch, (next(self._look_ups), self.step_count))
-            if route.pin is not None:
-                self._tell(route.pin)
+            self._tell(route)
             return route
 
     def fetch(self, route: Route) -> Rows:
@@ -265,18 +264,18 @@ class Engine:
                 group.exchange.count_into(group, self.traffic)
         return route
 
-    def _tell(self, pin: BatchPin) -> None:
+    def _tell(self, route: Route) -> None:
         """Tells hooks of dynamic tables what was decided of a batch; collective where there are some.
 
         Raises:
             RowmeshError: on all ranks alike, where a hook failed; what was decided was taken back.
         """
-        assert self.resolver is not None
-        try:
-            self.resolver.tell(pin)
-        except BaseException:
-            self.resolver.take_back(pin)
-            raise
+        if self.resolver is not None and route.pin is not None:
+            try:
+                self.resolver.tell(route.pin)
+            except BaseException:
+                self.resolver.take_back(route.pin)
+                raise
 
     def _is_computed_again(self, batch: SparseBatch) -> bool:
         """Whether a backward computes once more what it read of a batch under way, as activation checkpointing does.
@@ -455,8 +454,7 @@ class Engine:
                 'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
             )
         route = self._route(batch, is_ahead=True)
-        if route.pin is not None:
-            self._tell(route.pin)
+        self._tell(route)
         self._num_opened += 1
         for means in self._dynamic_means:
             means.merge_ahead(self._num_opened)

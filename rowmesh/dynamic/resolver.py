@@ -318,16 +318,6 @@ class Resolver:
             if step < self.step:
                 self._go_back(step)
 
-    def go_back_where_possible(self, step: int) -> None:
-        """As `go_back`, but for batches that cannot be taken back, which stand on all ranks alike."""
-        self.go_back(next(each for each in range(step, max(step, self.step) + 1) if self._can_reach(each)))
-
-    def go_on_after(self, step: int) -> None:
-        """What is known was replaced by what was known after a step: nothing before it can be taken back."""
-        with self._lock:
-            self._owners.forget_opened()
-            self.step = self._fixed = step
-
     def take_back(self, pin: BatchPin) -> None:
         """A batch is refused after all: it opened no step, where none was opened since and undo is not missing."""
         with self._lock:
@@ -346,6 +336,12 @@ class Resolver:
     def _can_reach(self, step: int) -> bool:
         """Whether what was decided since a step can be taken back."""
         return step >= min(self._fixed, self.step)
+
+    def go_on_after(self, step: int) -> None:
+        """What is known was replaced by what was known after a step: nothing before it can be taken back."""
+        with self._lock:
+            self._owners.forget_opened()
+            self.step = self._fixed = step
 
     @property
     def decided(self) -> dict[str, DynamicCounters]:
