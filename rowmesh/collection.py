@@ -21,7 +21,7 @@ from rowmesh.dynamic.layout import framed, replicas_of_dynamic, with_frames
 from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.dynamic.state import Statistics
-from rowmesh.embeddings import Embeddings, LocalRows, look_up_some, views_of
+from rowmesh.embeddings import Embeddings, LocalRows, views_of
 from rowmesh.engine import Engine, Rows, stored_shapes
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.handshake import agree_on_tables
@@ -39,7 +39,7 @@ from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
 from rowmesh.placement.address_map import Piece
 from rowmesh.sparse import SparseBatch
-from rowmesh.sparse.convert import KeyedJagged, as_batch
+from rowmesh.sparse.convert import KeyedJagged, as_batch, with_empty_bags
 from rowmesh.tables import RowStore, TableSpec, Tiers
 from rowmesh.tables.cache import TierCounters
 from rowmesh.tables.cached import CachedArena
@@ -177,13 +177,30 @@ class EmbeddingCollection(TableModule):
     @untraced
     @frozen_or_not
     def forward(self, batch: SparseBatch | KeyedJagged, features: Sequence[str] | None = None) -> Embeddings:
-        """Looks up a batch, or some features of it, see `look_up_some`; collective, each rank passes its own samples.
+        """Looks up a batch, or some features of it, in the order given; collective, each rank passes its own samples.
 
-        Raises DataError where the batch's features are not the tables', or an id is out of range.
+        Given `features=["user"]` the batch may lack the others, and may have more. Tables without a feature in the list
+        take part with empty bags: ranks may pass different lists, no row of these tables is read or updated, and the
+        cost of their part of the pooled output remains.
+
+        Args:
+            batch: what to look up.
+            features: which of its features; all by default.
+
+        Raises:
+            DataError: the batch's features are not the tables', a feature of the list belongs to no table or is not in
+                the batch, or an id is out of range. Where there are dynamic tables, the other ranks then raise
+                RefusedError, and none has decided anything.
         """
-        if features is None:
-            return self.engine.look_up(as_batch(batch))
-        return look_up_some(self.engine.look_up, self.tables, as_batch(batch), features)
+        try:
+            sparse = as_batch(batch)
+            if features is not None:
+                sparse = with_empty_bags(sparse, features, [name for table in self.tables for name in table.features])
+        except Exception as error:
+            self.engine.refuse(error)
+            raise
+        found = self.engine.look_up(sparse)
+        return found if features is None else found.select(features)
 
     @frozen_or_not
     def route(self, batch: SparseBatch | KeyedJagged) -> Route:
@@ -320,7 +337,7 @@ class EmbeddingCollection(TableModule):
     def go_on_after(self, table: str, step: int) -> None:
         """Says how many batches a dynamic table, and with it all of them, were given before what a checkpoint holds."""
         if self.engine.resolver is not None and table in self.engine.resolver.tables:
-            self.engine.resolver.step = step
+            self.engine.resolver.go_on_after(step)
 
     def statistics(self, table: str, ids: Sequence[int] | np.ndarray | torch.Tensor) -> Statistics:
         """How often ids of a dynamic table occurred, when last, and their scores. Collective; ranks may ask for others.
@@ -353,13 +370,14 @@ class EmbeddingCollection(TableModule):
         """Calls a function at every training step with what this rank decided of the ids of a dynamic table. Local.
 
         Each id of a step is told of on one rank, the owner of its shard; of exact replicas on the first, of averaged
-        ones in each, which decide for themselves. It is called when a batch is opened, in a pipeline up to its depth
-        of steps before the update, and by its thread; not by evaluation. It must not use the collection.
+        ones in each, which decide for themselves. It is called before the look-up returns, when nothing but a hook can
+        refuse the batch any more; not by evaluation. It must not use the collection.
 
         Args:
             table: its name.
-            hook: is given a `rowmesh.dynamic.Decisions`, whose arrays it may keep. What it raises ends the step on all
-                ranks, as a RowmeshError that names it.
+            hook: is given a `rowmesh.dynamic.Decisions`, whose arrays it may keep. What it raises refuses the batch on
+                all ranks, as a RowmeshError that names it: nothing was decided then, and hooks that had been told of
+                the step are told of one of that number again, which holds.
 
         Returns:
             What takes it away again, by `remove()`.

@@ -19,7 +19,6 @@ from rowmesh.ops.transfer import upload
 from rowmesh.placement import Piece
 from rowmesh.pooling import PoolFunction, Pooling
 from rowmesh.sparse import SparseBatch
-from rowmesh.sparse.convert import with_empty_bags
 from rowmesh.tables import RowStore, TableGroup, TableSpec
 from rowmesh.tables.dense import compute_dtype
 
@@ -220,31 +219,6 @@ class Embeddings:
             dims = dict(zip(self.features, self.dims, strict=True))
             raise ConfigurationError(f"features of different dims cannot be stacked: {dims}")
         return self.values.view(self.values.shape[0], len(self.dims), self.dims[0])
-
-
-def look_up_some(
-    look_up: Callable[[SparseBatch], Embeddings],
-    tables: Sequence[TableSpec],
-    batch: SparseBatch,
-    features: Sequence[str],
-) -> Embeddings:
-    """Looks up some features of a batch, in the order given: `embeddings(batch, features=["user"])`.
-
-    The batch may lack the other features, and may have more. Tables without a feature in the list take part with empty
-    bags: ranks may pass different lists, no row of these tables is read or updated, and the cost of their part of the
-    pooled output remains.
-
-    Args:
-        look_up: of a whole batch.
-        tables: of the collection.
-        batch: what to look up.
-        features: which of its features.
-
-    Raises:
-        DataError: a feature belongs to no table, or is not in the batch.
-    """
-    known = [name for table in tables for name in table.features]
-    return look_up(with_empty_bags(batch, features, known)).select(features)
 
 
 class Outputs:

@@ -184,13 +184,23 @@ class Engine:
             route = self._route(batch, (next(self._look_ups), self.step_count))
             try:
                 self._fetch(route)
+                if route.pin is not None:
+                    self._tell(route)
                 reach("engine.fetched")
-                self._tell(route)
                 return self._pool(route)
             except BaseException:  # it decides nothing then; also where other ranks do not know, see Resolver
                 if self.resolver is not None and route.pin is not None:
                     self.resolver.take_back(route.pin)
                 raise
+
+    def refuse(self, error: Exception) -> None:
+        """Tells the other ranks, in the place of a look-up, that this one cannot make its batch; it raises the error.
+
+        They raise RefusedError in theirs. No-op without dynamic tables, where look-ups of all ranks begin by no message
+        of their own, and in a pipeline's loop, where other batches are looked up meanwhile.
+        """
+        if self.resolver is not None and self._driver is None:
+            self.resolver.refuse(error)
 
     def route(self, batch: SparseBatch) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication but for dynamic tables."""
@@ -245,8 +255,11 @@ class Engine:
         else:
             again = self._is_computed_again(batch)
             resolve = Resolving(self.resolver, time=batch.time, is_ahead=is_ahead, again=again)
-            with resolve.refusing():
+            try:
                 route = self.router(batch, self.exchanges, moment, resolve)
+            except Exception as error:
+                resolve.refuse(error)
+                raise
             if torch.is_grad_enabled():
                 self.pending.drop_taken_back()
                 self._under_way[route] = batch

@@ -19,7 +19,7 @@ from rowmesh.dynamic.owned import OwnedTable
 from rowmesh.dynamic.shards import shape_of
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh.plain import PlainError, error_to_plain
-from rowmesh.ops.dynamic_index.device import DeviceIndex, DeviceIndexes
+from rowmesh.ops.dynamic_index.device import DeviceIndex, DeviceIndexes, LookedUp
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic import Dynamic
 
@@ -112,27 +112,38 @@ class DeviceTables:
             opens, step, ahead, again: see `rowmesh.dynamic.owners.Owners.decide`.
 
         Returns:
-            The error of the first table that failed.
+            The error of the first table that failed; none has changed then.
         """
-        failure: PlainError | None = None
         found = self._indexes.look_up(asked.ids, asked.bounds)
+        self._indexes.read(found)
+        places = [(table, place, owned) for table, (place, owned) in enumerate(self._tables)]
+        try:
+            for table, place, owned in places:
+                if not opens[place]:
+                    self._find(table, owned, number, found, ahead, again=again[place])
+            seen = {
+                table: owned.check_found(found, step)
+                for table, place, owned in places
+                if opens[place] and found.num_unknown[table]
+            }
+        except RowmeshError as error:  # before any table has changed: undo is not kept here
+            return error_to_plain(error)
         is_plain = [opens[place] and owned.is_plain(step) for place, owned in self._tables]
         if any(is_plain):
             self._indexes.touch(found, is_plain, step)
-        self._indexes.read(found)
-        for table, (place, owned) in enumerate(self._tables):
-            num_ids, is_known = found.bounds[table + 1] - found.bounds[table], not found.num_unknown[table]
-            try:
-                if is_plain[table] and is_known:
-                    owned.count_known(num_ids, step)
-                elif opens[place]:
-                    owned.open_found(number, found, step)
-                elif is_known and not owned.has_changed(ahead):
-                    owned.counters.found += num_ids
-                else:
-                    owned.find_found(number, found, ahead, again=again[place])
-            except RowmeshError as error:
-                failure = failure or error_to_plain(error)
-        if failure is None:
-            asked.frames = self._indexes.slots_of(found)
-        return failure
+        for table, place, owned in places:
+            if table in seen or (opens[place] and not is_plain[table]):
+                owned.open_found(number, found, step, seen.get(table))
+            elif opens[place]:
+                owned.count_known(found.bounds[table + 1] - found.bounds[table], step)
+        asked.frames = self._indexes.slots_of(found)
+        return None
+
+    def _find(
+        self, table: int, owned: OwnedTable, number: int, found: LookedUp, ahead: Container[int], *, again: bool
+    ) -> None:
+        """Finds the frames of a table that opens no step."""
+        if found.num_unknown[table] or owned.has_changed(ahead):
+            owned.find_found(number, found, ahead, again=again)
+        else:
+            owned.counters.found += found.bounds[table + 1] - found.bounds[table]

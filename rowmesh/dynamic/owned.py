@@ -20,7 +20,7 @@ from rowmesh.dynamic.shards import DynamicShards
 from rowmesh.dynamic.state import NONE, Before, MergedFacts, Opened, ShardState, Statistics, United
 from rowmesh.dynamic.stores import RecordStore
 from rowmesh.errors import DataError
-from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp
+from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp, SeenIds
 from rowmesh.ops.dynamic_requests import cpu
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import DenseArena
@@ -237,10 +237,17 @@ class OwnedTable:
         assert self.shards.device_index is not None
         return self.shards.device_index
 
-    def open_found(self, number: int, found: LookedUp, step: int) -> None:
-        """Takes a step's decisions as `open` does; `found` gets the frames."""
+    def check_found(self, found: LookedUp, step: int) -> SeenIds:
+        """What the host must know of a step; raises NoRoomError where `open_found` would fail, changes nothing."""
+        seen = self.device_index.seen(found)
+        self.shards.check_seen(seen, step)
+        return seen
+
+    def open_found(self, number: int, found: LookedUp, step: int, seen: SeenIds | None = None) -> None:
+        """Takes a step's decisions as `open` does; `found` gets the frames. `seen` is what `check_found` returned."""
         if self._is_quiet:
-            ids, counts, opened = self.shards.open_found(found, step)
+            seen = self.device_index.seen(found) if seen is None else seen
+            ids, counts, opened = self.shards.open_found(found, seen, step)
             self._take(ids, counts, opened, _change_of(number, ids, opened))
             return
         ids, counts, places = self.device_index.all_ids(found)

@@ -100,6 +100,11 @@ class Owners:
                 at += count
             self._spare.append(opened.before)
 
+    def forget_opened(self) -> None:
+        """No batch so far can be taken back."""
+        while self._opened:
+            self._spare.append(self._opened.pop().before)
+
     def tell(self, step: int) -> None:
         """Tells hooks what was decided in a step.
 

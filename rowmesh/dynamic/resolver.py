@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -79,20 +79,12 @@ class Resolving:
         self._pin = self._resolver(asked, on_device, time=self._time, **self._options)
         return self._pin
 
-    @contextlib.contextmanager
-    def refusing(self) -> Iterator[None]:
-        """For the time of a block, which routes the batch: an error tells the others, or takes back what was decided.
-
-        The error goes on; the other ranks raise RefusedError.
-        """
-        try:
-            yield
-        except Exception as error:
-            if not self._is_called:
-                self._resolver.refuse(error)
-            elif self._pin is not None:
-                self._resolver.take_back(self._pin)
-            raise
+    def refuse(self, error: Exception) -> None:
+        """The batch cannot be routed: tells the other ranks, or takes back what they have decided together."""
+        if not self._is_called:
+            self._resolver.refuse(error)
+        elif self._pin is not None:
+            self._resolver.take_back(self._pin)
 
 
 class Resolver:
@@ -128,7 +120,7 @@ class Resolver:
         self._hook_mesh = mesh.with_process_group("decision hooks")  # they may be told while another thread resolves
         self._hook_channel = Channel.between_hosts(self._hook_mesh)
         self.pins, self.counters, self.step = BatchPins(), CommonCounters(), 0
-        self.merge_is_due, self._merged = False, 0  # the step after which the last merge was
+        self.merge_is_due, self._fixed = False, 0  # up to this step nothing can be taken back
         self._lock = threading.Lock()  # ranks number their batches alike
         self._hooks: dict[str, DecisionHooks] = {}
         self._request_router, self._owners = RequestRouter(tables, mesh.rank, mesh.world_size), Owners(tables)
@@ -186,8 +178,8 @@ class Resolver:
                 self._resolve(asked, on_device, pin, NO_TIME if time is None else time, kind)
                 return pin
             except BaseException:
-                pin.end()
                 self._take_back(pin)
+                pin.end()
                 raise
 
     def pass_over(self, error: PlainError | None = None) -> None:
@@ -274,7 +266,7 @@ class Resolver:
         assert self.averages is not None
         with self._lock:
             merged = self.averages(self.pins.next - 1, self.step, self.counters, self._agree)
-            self._merged = self.step
+            self._fixed = self.step
             return merged
 
     def _agree(self, failure: PlainError | None) -> None:
@@ -322,8 +314,9 @@ class Resolver:
             step: from here on as many batches were opened.
         """
         with self._lock:
-            assert self._can_reach(step)
-            self._go_back(step)
+            assert self._can_reach(step), "these batches cannot be taken back, see `can_undo`"
+            if step < self.step:
+                self._go_back(step)
 
     def go_back_where_possible(self, step: int) -> None:
         """As `go_back`, but for batches that cannot be taken back, which stand on all ranks alike."""
@@ -335,7 +328,7 @@ class Resolver:
             self._take_back(pin)
 
     def _take_back(self, pin: BatchPin) -> None:
-        if pin.step and pin.step == self.step and self._can_reach(pin.step - 1):
+        if pin.step == self.step > 0 and not pin.is_taken_back and self._can_reach(pin.step - 1):
             self._go_back(pin.step - 1)
         pin.is_watched = False
 
@@ -346,7 +339,13 @@ class Resolver:
 
     def _can_reach(self, step: int) -> bool:
         """Whether what was decided since a step can be taken back."""
-        return step >= self.step or (self._on_device is None and step >= self._merged)
+        return step >= min(self._fixed, self.step)
+
+    def go_on_after(self, step: int) -> None:
+        """What is known was replaced by what was known after a step: nothing before it can be taken back."""
+        with self._lock:
+            self._owners.forget_opened()
+            self.step = self._fixed = step
 
     @property
     def decided(self) -> dict[str, DynamicCounters]:
@@ -436,8 +435,9 @@ class Resolver:
         failure = failure or self._owners.release(arrived.first)
         ahead = self.pins.ahead
         failure = failure or self._owners.decide(arrived, pin.number, opened, self.step, ahead, again)
-        if self._on_device is not None and on_device is not None:
-            failure = failure or self._on_device.decide(on_device, pin.number, opened, self.step, ahead, again)
+        if self._on_device is not None and on_device is not None and failure is None:
+            failure = self._on_device.decide(on_device, pin.number, opened, self.step, ahead, again)
+            self._fixed = self.step if failure is None else self._fixed
         has_failed, rows_at = self._mail.answer(failed=failure is not None)
         if has_failed or is_again:
             for counters, *numbers in found:

@@ -32,7 +32,7 @@ from rowmesh.dynamic.state import (
 from rowmesh.errors import ConfigurationError, DataError, NoRoomError
 from rowmesh.ops.dynamic_index import victims
 from rowmesh.ops.dynamic_index.cpu import COUNT, ID, SCORE, SEEN
-from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp
+from rowmesh.ops.dynamic_index.device import DeviceIndex, LookedUp, SeenIds
 from rowmesh.ops.dynamic_index.scored import IndexShape, ScoredIndex
 from rowmesh.tables.dynamic import Dynamic
 
@@ -183,10 +183,17 @@ class DynamicShards:
         entered = ids[fresh & ~guest | came_back]
         return replace(opened, before=Before(*last, known, facts, entered, *left, uncount, advanced))
 
-    def open_found(self, found: LookedUp, step: int) -> tuple[np.ndarray, np.ndarray, Opened]:
+    def check_seen(self, seen: SeenIds, step: int) -> None:
+        """Raises DataError or NoRoomError where `open_found` would; changes nothing."""
+        check_step(self.table, step, self._step)
+        self._decide(_Unknown(self._locate(seen.ids), seen.counts, seen.counts), seen.touched, step)
+        if self._candidates is not None:
+            self._candidates.undo()
+
+    def open_found(self, found: LookedUp, seen: SeenIds, step: int) -> tuple[np.ndarray, np.ndarray, Opened]:
         """Takes a step's decisions where the index is on a device, which has found the ids.
 
-        Afterwards `found` has the frames of all ids.
+        Afterwards `found` has the frames of all ids. `seen` is what the index says of them.
 
         Returns:
             The unknown ids, ascending, and their counts; and what became of these.
@@ -197,7 +204,6 @@ class DynamicShards:
         index = self.device_index
         assert index is not None
         check_step(self.table, step, self._step)
-        seen = index.seen(found)
         unknown = _Unknown(self._locate(seen.ids), seen.counts, seen.counts)
         decision = self._decide(unknown, seen.touched, step)
         self._commit(unknown, decision)

@@ -24,7 +24,7 @@ from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.frames import DynamicIds, Framed, Resolve, put_frames
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.host_group import Found, HostGroupExchange
-from rowmesh.exchange.route import LateIdCheck, Moment, Route, refusal, table_bounds
+from rowmesh.exchange.route import LateIdCheck, Moment, Route, refusal, refused_ids, table_bounds
 from rowmesh.layout import Layouts
 from rowmesh.ops.look_up.device_ids import DeviceIds
 from rowmesh.ops.memory import Scratch, held_bytes
@@ -99,7 +99,9 @@ def make_router(
         device: where; None: the host.
         indexed: dynamic tables whose index is on the device.
     """
-    return HostRouter(groups, layouts, rank) if device is None else DeviceRouter(groups, layouts, device, indexed)
+    if device is None:
+        return HostRouter(groups, layouts, rank)
+    return DeviceRouter(groups, layouts, rank, device, indexed)
 
 
 class _Memory:
@@ -152,10 +154,13 @@ class HostRouter(Router[HostGroupExchange]):
         layouts = self._layouts(batch)
         inverse = memory.inverse.reserve(4 * batch.ids.numel())
         pairs = [*zip(exchanges, layouts, strict=True)]
-        dynamic = [place for place, exchange in enumerate(exchanges) if resolve is not None and exchange.is_dynamic]
-        others = [place for place in range(len(exchanges)) if place not in dynamic]
+        dynamic: list[int] = []
+        if resolve is not None:
+            dynamic = [place for place, exchange in enumerate(exchanges) if exchange.is_dynamic]
         refused: list[str] = []
-        for exchange, layout in (pairs[place] for place in others):  # first: what they refuse decides nothing
+        for place, (exchange, layout) in enumerate(pairs):  # what these refuse, dynamic tables have not decided
+            if place in dynamic:
+                continue
             try:
                 route.groups.append(exchange.route(batch, layout, inverse))
             except IdRangeError as error:
@@ -164,8 +169,8 @@ class HostRouter(Router[HostGroupExchange]):
             raise refusal(self._rank, refused, moment)
         if resolve is not None:
             self._resolve(route, [pairs[place] for place in dynamic], inverse, resolve)
-            order = [*others, *dynamic]
-            route.groups = [route.groups[order.index(place)] for place in range(len(exchanges))]
+            order = sorted(range(len(pairs)), key=dynamic.__contains__)  # in which groups are now
+            route.groups = [route.groups[order.index(place)] for place in range(len(pairs))]
         return route
 
     @staticmethod
@@ -214,14 +219,19 @@ class DeviceRouter(Router[DeviceGroupExchange]):
     order.
 
     Args:
-        groups, layouts, device, indexed: as for `make_router`.
+        groups, layouts, rank, device, indexed: as for `make_router`.
     """
 
     def __init__(
-        self, groups: Sequence[TableGroup], layouts: Layouts, device: torch.device, indexed: Collection[str]
+        self,
+        groups: Sequence[TableGroup],
+        layouts: Layouts,
+        rank: int,
+        device: torch.device,
+        indexed: Collection[str],
     ) -> None:
         super().__init__(groups, layouts)
-        self._groups, self._indexed = groups, indexed
+        self._rank, self._groups, self._indexed = rank, groups, indexed
         self._features = tuple(feature for group in groups for feature in group.features)
         tables = [table for group in groups for table in group.tables for _ in table.features]
         rows = [None if table.out_of_range == "error" else table.out_of_range for table in tables]
@@ -241,6 +251,7 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         batch = batch if batch.features == self._features else batch.select(self._features)
         shape, framed = self._shape_of(batch), None
         if resolve is not None:
+            self._check_ids(batch, exchanges, shape, moment)
             framed = self._put_frames(batch, exchanges, shape, resolve)
             batch = batch.with_ids(framed.ids)
         route = Route(batch)  # first: it tells exchanges when it is gone, even half made
@@ -258,6 +269,26 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         for exchange, group in zip(exchanges, route.groups, strict=True):
             exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
         return route
+
+    def _check_ids(
+        self, batch: SparseBatch, exchanges: Sequence[DeviceGroupExchange], shape: _Shape, moment: Moment | None
+    ) -> None:
+        """Raises IdRangeError where ids on the host are no rows, before dynamic tables decide; later on a device."""
+        if batch.ids.device.type != "cpu":
+            return
+        refused = []
+        for exchange, layout in zip(exchanges, shape.layouts, strict=True):
+            bounds = layout.features[:, :2].tolist()
+            for (name, table), (begin, end) in zip(exchange.features, bounds, strict=True):
+                if exchange.is_dynamic or table.out_of_range != "error" or begin == end:
+                    continue
+                part = batch.ids[begin:end]
+                first, last = map(int, part.aminmax())
+                if first < 0 or last >= table.num_rows:
+                    exchange.counters.count_outside(name, int(((part < 0) | (part >= table.num_rows)).sum()))
+                    refused.append(refused_ids(name, table, part))
+        if refused:
+            raise refusal(self._rank, refused, moment)
 
     def _put_frames(
         self, batch: SparseBatch, exchanges: Sequence[DeviceGroupExchange], shape: _Shape, resolve: Resolve

@@ -7,11 +7,12 @@ import torch
 
 from rowmesh import checkpoint
 from rowmesh.collection import EmbeddingCollection
-from rowmesh.errors import ConfigurationError, NoRoomError
+from rowmesh.errors import ConfigurationError, IdRangeError, NoRoomError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.dynamic_index.device import DeviceIndex
 from rowmesh.optim import EmbeddingOptimizer
+from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Dynamic
 from tests.dynamic.test_averages import AVERAGED, assert_as_expected
 from tests.dynamic.test_demoted import DEMOTE
@@ -29,6 +30,7 @@ from tests.support.dynamic import (
     run_pipeline,
 )
 from tests.support.dynamic_average import run_average_oracle
+from tests.support.refused import known_of as known_by_rules
 from tests.support.triton import find_device, kernels_of
 
 pytestmark = pytest.mark.triton
@@ -102,6 +104,30 @@ def test_demoted_ids_come_back():
     (found,) = expected = [run_oracle(Mesh(), stream)]
     assert all(found.counters[name][4] for name, _ in stream.rules), "some are promoted"
     assert_same([run_dynamic(Mesh(), stream)], expected)
+
+
+def test_a_refused_batch_decides_nothing():
+    """Of two tables on the device, of which the second has no room; and where an id of the dense one is no row."""
+    full = Dynamic(capacity=2, shards=1, admit_after=2, sketch_width=7, sketch_depth=2)
+    embeddings = make(Mesh(), replace(STREAM, rules=(("user", RULES["lru"]), ("item", full))))
+    assert embeddings.engine.resolver.device_tables == ("user", "item")
+
+    def look_up(users, items, row=0):
+        bags = {"user": [users], "user_too": [[]], "item": [items], "plain": [[row]]}
+        return embeddings(SparseBatch.from_bags(bags))
+
+    look_up([1, 2], [5, 5, 6])
+    before = known_by_rules(embeddings)
+    with pytest.raises(NoRoomError, match="'item'"):
+        look_up([1, 3], [6, 7, 7, 8, 8])
+    assert known_by_rules(embeddings) == before
+    with pytest.raises(IdRangeError, match="'plain'"):
+        look_up([1, 3], [6], 7)
+    assert known_by_rules(embeddings) == before
+    look_up([1, 3], [6])
+    after = embeddings.statistics("user", [1, 2, 3]), embeddings.statistics("item", [5, 6, 7])
+    assert [each.count.tolist() for each in after] == [[2, 1, 1], [2, 2, 0]]
+    assert after[0].last_step.tolist() == [2, 1, 2]
 
 
 @pytest.mark.slow

@@ -33,8 +33,10 @@ RULES = {
     "away": Dynamic(capacity=6, shards=2, mode="demote", store="memory", store_capacity=4),
     "worth": Dynamic(capacity=6, shards=2, eviction="score"),
 }
-FULL = {name: np.flatnonzero(shard_of(name, np.arange(400), 2) == 0)[:4].tolist() for name in ("item", "worth")}
-"""More ids of shard 0 than it holds."""
+NEW = np.arange(100, 400)
+SHARDS = {name: shard_of(name, NEW, 2) for name in ("item", "worth")}
+FULL = {name: [*NEW[shards == 0][:4].tolist(), *NEW[shards == 1][:3].tolist()] for name, shards in SHARDS.items()}
+"""More ids of shard 0 than it holds, and so many of shard 1 that all others would have to leave."""
 NUM_PARTS, NUM_IDS = 4, 12
 KINDS = ["range", "feature", "room", "room of the last table", "scores", "time", "store", "hook", "fetched"]
 Known = dict[str, Any]
@@ -162,15 +164,20 @@ def run(mesh: Mesh, transport: str, refused: dict[int, str], seed: int, num_step
 
     Returns:
         The errors; whether nothing had changed after each of them; what is known at the end; all rows of this rank;
-        what hooks were told last of each step.
+        what hooks were told: of each step once, but where a hook has refused it, or a rank after it: then what they
+        were told last.
     """
     embeddings = make(mesh, transport)
     told: dict[tuple[str, int], tuple] = {}
+    may_repeat = {"hook", "fetched"} & set(refused.values())
+
+    def note(each):
+        key = each.table, each.step
+        assert may_repeat or key not in told
+        told[key] = each.ids.tolist(), each.evicted_ids.tolist()
+
     for name in RULES:
-        embeddings.register_decision_hook(
-            name,
-            lambda each: told.update({(each.table, each.step): (each.ids.tolist(), each.evicted_ids.tolist())}),
-        )
+        embeddings.register_decision_hook(name, note)
     optimizer, errors, is_same = EmbeddingOptimizer(embeddings), [], []
     for step in range(num_steps):
         if step in refused:
