@@ -429,14 +429,15 @@ class Engine:
         """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
         self.mesh.end_claim("pipeline")
 
-    def take_back(self, num_given: int) -> None:
+    def take_back(self, last: int | None) -> None:
         """Takes rows and steps back, when no thread of the pipeline uses them.
 
         Args:
-            num_given: how many of its batches the loop was given: what later ones decided in dynamic tables is undone.
+            last: which step of dynamic tables the last batch opened that stands, −1 where none does: what later ones
+                decided is undone. None: nothing is.
         """
-        if self.resolver is not None and not self.resolver.is_opening:  # a thread that is left alone still may
-            self.resolver.go_back_where_possible(self._num_resolved + num_given)
+        if self.resolver is not None and last is not None and not self.resolver.is_opening:  # a thread left alone may
+            self.resolver.go_back_where_possible(self._num_resolved if last < 0 else last)
         self._driver = self._rows_mesh.cancellation.event = None
         for means in self._dynamic_means:
             means.forget_ahead()

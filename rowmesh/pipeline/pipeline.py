@@ -165,6 +165,7 @@ class Pipeline(Generic[T]):
         self._known = [name for table in embeddings.tables for name in table.features]
         self._features: Sequence[str] | None = None  # that are looked up; None for all
         self._reader: Iterator[T] = iter(())
+        self._opened: dict[int, int] = {}  # by batch, of the last two that were given: which step of dynamic tables
         self._num_decided_ahead = 0  # batches whose turn to be decided together with other ranks has come
         self._first = FIRST  # the number of its first window
 
@@ -230,13 +231,13 @@ class Pipeline(Generic[T]):
         try:
             return self._start(reader, cancelled)
         except BaseException:  # or no look-up would be possible any more
-            self._engine.take_back(0)
+            self._engine.take_back(None)
             raise
 
     def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
         if self._num_migrations != self._engine.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._reader, self._num_decided_ahead = reader, 0
+        self._reader, self._num_decided_ahead, self._opened = reader, 0, {}
         self._ends.begin(self._first)
         for windows in self._windows:
             windows.begin(self._first)
@@ -272,7 +273,7 @@ class Pipeline(Generic[T]):
                 return
             assert batch.window
             self._engine.tell(batch.window)
-            self._current = batch
+            self._note_given(batch)
             yield batch
             if batch.lrs is None:
                 raise RowmeshError(
@@ -282,6 +283,13 @@ class Pipeline(Generic[T]):
                 )
             self._request(runner, batch)
             self._note_dense(batch)
+
+    def _note_given(self, batch: BatchInFlight[T]) -> None:
+        assert batch.window
+        self._current = batch
+        if (pin := batch.window.route.pin) is not None:
+            self._opened = {number: self._opened[number] for number in self._opened if number == batch.number - 1}
+            self._opened[batch.number] = pin.step
 
     def _request(self, runner: Runner, batch: BatchInFlight[T]) -> None:
         """Has the update of a batch begin, whose learning rates are there; once more where Ctrl-C came between."""
@@ -368,7 +376,7 @@ class Pipeline(Generic[T]):
             self._make_room(runner)
         finally:
             self._engine.prepare_to_take_back()
-            late = runner.close(lambda: self._engine.take_back(self._num_decided(num_given)))
+            late = runner.close(lambda: self._engine.take_back(self._last_opened(num_given)))
             self._late_error = refusal or late
         self._streams.meet()  # before anything is dropped
         for windows in self._windows:
@@ -381,9 +389,13 @@ class Pipeline(Generic[T]):
         self._streams.forget()
         self._current, self._reader = None, iter(())
 
-    def _num_decided(self, num_given: int) -> int:
-        """How many batches stand in dynamic tables: the same on all ranks, where they could agree on it."""
-        return num_given if self._ends.num_decided is None else self._ends.num_decided
+    def _last_opened(self, num_given: int) -> int | None:
+        """The step that the last batch opened in dynamic tables that stands there, as `Engine.take_back` takes it.
+
+        The same on all ranks, where they could agree on it.
+        """
+        num_decided = num_given if self._ends.num_decided is None else self._ends.num_decided
+        return self._opened.get(num_decided - 1) if num_decided else -1
 
     def _part(self, runner: Runner) -> RowmeshError | None:
         """Sends other ranks what they wait for, until all know where this one stopped; see `rowmesh.pipeline.ends`.
