@@ -91,6 +91,36 @@ class BatchInFlight(Generic[T]):
                 )
             self._pipeline.record_compute(task, start)
 
+    def reorder(self, order: Tensor) -> None:
+        """Puts samples into the order of the micro-batches."""
+        self.order, self.item = order, self.item.take(order)
+
+    def take_route(self) -> None:
+        """Notes that its rows are known."""
+        self.is_routed = True
+
+    def take_window(self, window: Window) -> None:
+        """Takes what is looked up by micro-batch."""
+        self.window = window
+
+    def take_rates(self, lrs: Sequence[Rate], now: Mark) -> None:
+        """Takes the learning rates of its step. The last assignment is the act: Ctrl-C may come between any two."""
+        self.stepped = now
+        self.lrs = lrs
+
+    def take_stepped(self) -> Mark | None:
+        """When its learning rates came; None where that was asked before, or they have not."""
+        stepped, self.stepped = self.stepped, None
+        return stepped
+
+    def take_answer(self, answer: Answer) -> None:
+        """Takes what this rank says of its step."""
+        self.answer = answer
+
+    def release(self) -> None:
+        """Its memory serves another one, even where the program keeps the batch."""
+        self.window = None
+
     def take_gradients(self, part: int) -> None:
         """Notes that the gradients of a micro-batch are summed."""
         self.num_computed = part + 1

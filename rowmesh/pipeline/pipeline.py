@@ -297,9 +297,8 @@ class Pipeline(Generic[T]):
 
     def _note_dense(self, batch: BatchInFlight[T]) -> None:
         """Notes when the dense network was updated: the driver's work after `wait` is not part of the step."""
-        if batch.stepped is not None:
-            self.recorder.note(Task("dense", batch.number), COMPUTE, batch.stepped, self.recorder.now())
-            batch.stepped = None
+        if (stepped := batch.take_stepped()) is not None:
+            self.recorder.note(Task("dense", batch.number), COMPUTE, stepped, self.recorder.now())
 
     def _end_turn(self, runner: Runner, turn: int) -> None:
         """Passes over a batch that does not exist."""
@@ -445,7 +444,7 @@ class Pipeline(Generic[T]):
         if answer == Answer.LEFT_BEFORE:
             with contextlib.suppress(RowmeshError):
                 self._engine.tell(batch.window, refuses=RowmeshError(f"its loop was left before batch {batch.number}"))
-        batch.answer = answer
+        batch.take_answer(answer)
         batch.window.lack_gradients()
         for part in range(batch.num_computed, batch.window.num_parts):
             runner.done(Task("compute", batch.number, part))
@@ -514,8 +513,7 @@ class Pipeline(Generic[T]):
         batch = self._current
         if batch is None or not batch.is_computed or batch.lrs is not None:
             raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
-        batch.stepped = self.recorder.now()
-        batch.lrs = lrs  # from here on the step is taken, even if Ctrl-C comes before the next line
+        batch.take_rates(lrs, self.recorder.now())  # now it is taken, even if Ctrl-C comes before the next line
         self._request(self._runner, batch)
 
     def _forget(self) -> None:
@@ -528,7 +526,7 @@ class Pipeline(Generic[T]):
                 f"gradients of batch {batch.number} are forgotten after {batch.num_computed} of its micro-batches, "
                 "which the pipeline has sent; call zero_grad() before the first or after the last micro-batch"
             )
-        batch.answer = Answer.FORGETS
+        batch.take_answer(Answer.FORGETS)
 
     # Which batches there are
 
@@ -604,14 +602,15 @@ class Pipeline(Generic[T]):
         order, sizes = self._cutter(sparse)
         if order is not None:
             _check_item(batch.item, "take", "a method that takes samples, since they are clustered")
-            batch.order, batch.item = order, batch.item.take(order)
+            batch.reorder(order)
             sparse = self._sparse_of(batch.item)
         engine.check_ahead(sparse)
         self._num_decided_ahead = number + 1
-        route, batch.is_routed = engine.route_ahead(sparse), True
+        route = engine.route_ahead(sparse)
+        batch.take_route()
         window = engine.make_window(route, sizes)
         window.number = window.route.number = self._first + number
-        batch.window = window
+        batch.take_window(window)
 
     def _pass_over(self, number: int, error: Exception | None) -> None:
         """Says, where ranks decide together about a batch that is routed, that this rank has none."""
@@ -678,7 +677,7 @@ class Pipeline(Generic[T]):
         engine.update_window(self._windows, window, rates, forgets=forgets)
         self._streams.keep(task.batch, window)
         self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
-        batch.window = None  # its memory serves another one, even where the program keeps the batch
+        batch.release()
         del self._in_flight[task.batch]
 
 
