@@ -32,9 +32,10 @@ from rowmesh.train.best import remove_best
 from rowmesh.train.build import build
 from rowmesh.train.checkpoints import held_folder
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
-from rowmesh.train.config import Config
+from rowmesh.train.config import Config, DataConfig
 from rowmesh.train.device import check_device
 from rowmesh.train.evaluation import Evaluation
+from rowmesh.train.evaluation_names import evaluation_name, place_of
 from rowmesh.train.fingerprint import Fingerprint, mismatch
 from rowmesh.train.job import Job
 from rowmesh.train.loop import train
@@ -42,7 +43,7 @@ from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.publications import Publications
-from rowmesh.train.raw import evaluation_name, forms_metadata, remember_forms
+from rowmesh.train.raw import forms_metadata, remember_forms
 from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
@@ -133,7 +134,7 @@ def run_training(
         if mesh.rank == 0:
             remove_best(begun, run)
         tested = job.task.tested
-        metrics = _evaluate(job, run, tested, evaluation_name(config.data, tested)) if tested else None
+        metrics = _evaluate(job, run, tested, config.data) if tested else None
         _write(mesh, *job.task.advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
@@ -192,7 +193,7 @@ def run_evaluation(
             load_model(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _write(mesh, *describe(job), f"model     {run.model}, {model_text(manifest.metadata)}")
-            metrics = _evaluate(job, run, split, evaluation_name(trained.data, split))
+            metrics = _evaluate(job, run, split, trained.data)
             _end(mesh, run, at_end)
             return metrics
 
@@ -304,13 +305,15 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: 
     )
 
 
-def _evaluate(job: Job, run: RunFolder, split: str, name: str) -> Evaluation:
+def _evaluate(job: Job, run: RunFolder, split: str, trained: DataConfig) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
+    name = on_rank_0(job.mesh, SETTING_UP, lambda: evaluation_name(run, trained, job.data, split))
+    title = name if split not in job.data.splits else split
     num_batches = job.task.num_evaluation_batches(split)
-    with Progress(num_batches, title=name, enabled=job.mesh.rank == 0) as progress:
+    with Progress(num_batches, title=title, enabled=job.mesh.rank == 0) as progress:
         metrics = job.task.evaluate(job, split, progress.advance)
-    _write(job.mesh, *job.task.results(name, metrics))
-    record: dict[str, Any] = {"split": name, "data": job.data.place if name == split else split, **metrics.as_file()}
+    _write(job.mesh, *job.task.results(title, metrics))
+    record: dict[str, Any] = {"split": name, "data": place_of(job.data, split), **metrics.as_file()}
     record |= {"planted_optimum": job.task.optimum(split)}
     doing = f"writing the metrics of {name}"
     on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(name), record))
