@@ -112,23 +112,23 @@ def run_training(
         publications = stack.enter_context(closing(Publications(job)))
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
-        former = None if start.steps else check_start(config, lambda: meaning)
-        about = about_run(job, trainer.total_steps)
-        begun = on_rank_0(
-            mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about, goes_on=bool(start.steps)), RunFolder
-        )
-        if start.steps:
-            trainer.resume(load_newest(job, begun, start.steps, claim.log))
-            of = "" if trainer.total_steps is None else f" of {trainer.total_steps:,}"
-            _write(mesh, f"resume    after step {trainer.step:,}{of}")
-        elif former is not None:
+        if (former := None if start.steps else check_start(config, lambda: meaning)) is not None:
             job.embeddings.barrier()
             remember_forms(data, former.manifest.metadata)
             trainer.begin_with(load_model(job, former.folder, verify, optimizer_state=True))
             _write(mesh, start_text(former))
-        _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
-        publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
-        train(trainer, begun, publications)
+        about = about_run(job, trainer.total_steps)
+        begun = on_rank_0(
+            mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about, goes_on=bool(start.steps)), RunFolder
+        )
+        with _withdrawn_without_a_step(mesh, claim, trainer, goes_on=bool(start.steps)):
+            if start.steps:
+                trainer.resume(load_newest(job, begun, start.steps, claim.log))
+                of = "" if trainer.total_steps is None else f" of {trainer.total_steps:,}"
+                _write(mesh, f"resume    after step {trainer.step:,}{of}")
+            _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
+            publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
+            train(trainer, begun, publications)
         run = _save(job, trainer, claim, meaning)
         publications.write_last(trainer.step, claim.log)
         if mesh.rank == 0:
@@ -213,6 +213,17 @@ def _begin(claim: Claim, config: Config, placement: Placement, about: dict[str, 
     if config.checkpoint.folder:
         Series(Path(config.checkpoint.folder)).clear()  # of a run that is overwritten, or that had none that is whole
     return claim.begin(given, files)
+
+
+@contextmanager
+def _withdrawn_without_a_step(mesh: Mesh, claim: Claim, trainer: Trainer, *, goes_on: bool) -> Iterator[None]:
+    """Where a block fails before the first step of a run, the run leaves no folder."""
+    try:
+        yield
+    except BaseException:
+        if mesh.rank == 0 and not goes_on and not trainer.step:
+            claim.withdraw()
+        raise
 
 
 def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> RunFolder:
