@@ -53,6 +53,7 @@ def fast_linear(
     mesh: Mesh | None = None,
     use: Wanted = "auto",
     score_shapes: Sequence[Shape] = (),
+    varies: bool = False,
 ) -> FastLinear:
     """Chooses, for every linear layer of a network, between oneDNN and torch's own matrix products.
 
@@ -67,6 +68,8 @@ def fast_linear(
         use: auto measures; torch or onednn is taken unmeasured.
         score_shapes: `[N, K]` of products that are no `nn.Linear`: `rowmesh.models.sequence.losses.score_shape` of the
             items' dimension where `full_softmax` is the loss.
+        varies: whether layers multiply another number of rows in every step, as events of sequences are: oneDNN makes
+            its operators for each number anew, which is measured, too.
 
     Returns:
         What to compute with, in `with fast():`. Without oneDNN, torch's own, which `reason` says.
@@ -95,7 +98,7 @@ def fast_linear(
         return FastLinear(Choices.everything(shapes), f"by oneDNN, all {len(shapes)} shapes, unmeasured")
     found = None
     if mesh.rank == 0:
-        measured = measure(shapes, batch_size)
+        measured = measure(shapes, batch_size, varies=varies)
         found = [measured.choices.to_plain(), _reason(measured)]
     try:
         values, reason = broadcast_object(mesh, found, _DOING)
@@ -117,10 +120,12 @@ def _is_float32_on_cpu(network: nn.Module) -> bool:
 
 def _reason(measured: Measured) -> str:
     products = [chosen for passes in measured.choices.passes.values() for chosen in passes]
-    known = "as measured before" if measured.is_kept else "as measured"
+    known = f"as measured{' before' * measured.is_kept} with {measured.samples:,} samples"
+    if measured.varies:
+        known = f"{known} or some fewer, another number each time"
     if not any(products):
-        return f"by torch: oneDNN is not faster here, {known} with {measured.samples:,} samples"
+        return f"by torch: oneDNN is not faster here, {known}"
     return (
         f"by oneDNN in {sum(products)} of {len(products)} products, by torch in the others: {measured.gain:.1f} times "
-        f"as fast as torch alone, {known} with {measured.samples:,} samples"
+        f"as fast as torch alone, {known}"
     )

@@ -25,7 +25,9 @@ def on_rank(mesh, first, others, obstacle):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "obstacle", lambda: obstacle if mesh.rank == 1 else None)
         patch.setattr(
-            module, "measure", lambda shapes, samples: Measured(dict(zip(shapes, times, strict=True)), samples, False)
+            module,
+            "measure",
+            lambda shapes, samples, varies: Measured(dict(zip(shapes, times, strict=True)), samples, False),
         )
         fast = fast_linear(network(), 64, mesh=mesh)
     with fast():
@@ -49,10 +51,25 @@ def test_one_rank_without_it_is_enough(ranks):
 
 
 def test_without_a_gain_it_is_torch(monkeypatch):
-    monkeypatch.setattr(module, "measure", lambda shapes, samples: Measured(dict.fromkeys(shapes, SLOWER), 64, True))
+    monkeypatch.setattr(
+        module, "measure", lambda shapes, samples, varies: Measured(dict.fromkeys(shapes, SLOWER), 64, True)
+    )
     fast = fast_linear(network(), 100)
     assert not fast.choices
     assert fast.reason == "by torch: oneDNN is not faster here, as measured before with 64 samples"
+
+
+def test_it_is_said_that_samples_vary(monkeypatch):
+    asked = []
+
+    def measure(shapes, samples, varies):
+        asked.append(varies)
+        return Measured(dict.fromkeys(shapes, FASTER), 4096, False, varies)
+
+    monkeypatch.setattr(module, "measure", measure)
+    fast = fast_linear(network(), 10_000, varies=True)
+    assert asked == [True]
+    assert fast.reason.endswith("as measured with 4,096 samples or some fewer, another number each time")
 
 
 def test_what_is_asked_for_is_not_measured(monkeypatch):

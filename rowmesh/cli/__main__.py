@@ -24,6 +24,7 @@ from rowmesh.cli.recommend import recommend
 from rowmesh.cli.report import report
 from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train, with_resume
+from rowmesh.cli.waiting import wait_passively
 from rowmesh.errors import RowmeshError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
@@ -60,10 +61,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     Exit status 2 where the command line is wrong or rowmesh refuses or fails, 75 where a signal ended a run that can be
     resumed, 129 where the terminal was closed, 130 after Ctrl-C, 143 after SIGTERM; errors go to standard error, under
-    torchrun with the rank in front. A rank ends when torchrun is gone.
+    torchrun with the rank in front. A rank ends when torchrun is gone. Threads of OpenMP sleep while they wait, unless
+    the environment says otherwise.
     """
     global _is_leaving
     _is_leaving = False
+    wait_passively()
     lasting_streams()
     before = {number: signal.getsignal(number) for number in _endings()}
     for number, handler in before.items():

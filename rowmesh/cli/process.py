@@ -1,4 +1,4 @@
-"""The process of a command that trains: its memory allocator, and what slows it down before it has begun."""
+"""The process of a command that trains: what its memory keeps, and what slows it down before it has begun."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 
 
 def prepare_process() -> None:
-    """Has the allocator keep freed memory for the next step; rank 0 prints what is slow on its host, and what to do."""
+    """Has the allocator keep freed memory for the next step, and oneDNN few operators.
+
+    Rank 0 prints what is slow on its host, and what to do.
+    """
     from rowmesh.observe.allocator import keep_memory
+    from rowmesh.ops.linear.caches import bound_caches
 
     keep_memory()
+    bound_caches()
     if os.environ.get("RANK", "0") == "0":
         for line in slow_lines(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             print(line, flush=True)  # noqa: T201

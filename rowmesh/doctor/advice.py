@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rowmesh.doctor.facts import Facts
+from rowmesh.doctor.facts import WAITING, Facts
 from rowmesh.doctor.step import Failed, StepTimes
 from rowmesh.mesh.threads import fair_threads
 from rowmesh.observe.allocator import VARIABLES as MALLOC
@@ -45,7 +45,8 @@ def findings(facts: Facts, steps: Sequence[StepTimes | Failed]) -> list[Finding]
     failures = [_failure(step) for step in steps if isinstance(step, Failed)]
     return [
         *failures,
-        *(_threads(facts, step) for step in times),
+        *(_threads(facts, step, alone=len(steps) == 1) for step in times),
+        *_waiting(facts, times),
         *_scaling(times),
         *_cores(facts),
         _load(facts),
@@ -83,7 +84,7 @@ def share(facts: Facts, ranks: int) -> int:
     return fair_threads(mine, [mine] * ranks, threads_per_core=facts.threads_per_core, limit=facts.processor_limit)
 
 
-def _threads(facts: Facts, step: StepTimes) -> Finding:
+def _threads(facts: Facts, step: StepTimes, *, alone: bool) -> Finding:
     name, fair = "threads", share(facts, step.ranks)
     text = _sharing_text(facts, step.ranks, step.threads)
     ratio = step.step_s / step.one_thread_s
@@ -93,10 +94,26 @@ def _threads(facts: Facts, step: StepTimes) -> Finding:
         return replace(shared, text=text)
     if step.threads > 1 and ratio > MUCH_SLOWER:
         return Finding(name, "slow", text, "other programs use the cores too: export OMP_NUM_THREADS=1")
+    if alone and step.ranks == 1 and step.threads > 1:  # also where a step of this size gains from threads
+        advice = f"ranks with a thread each come first: torchrun --standalone --nproc-per-node {fair} -m rowmesh.cli …"
+        return Finding(name, "note", text, advice)
     if step.threads < fair:
         more = "torchrun sets 1 where nothing is set" if "OMP_NUM_THREADS" not in facts.variables else "as it is set"
-        return Finding(name, "note", f"{text}; {more}", f"large networks gain from export OMP_NUM_THREADS={fair}")
+        advice = f"more ranks first; large networks may gain from export OMP_NUM_THREADS={fair}"
+        return Finding(name, "note", f"{text}; {more}", advice)
     return Finding(name, "ok", text)
+
+
+def _waiting(facts: Facts, times: Sequence[StepTimes]) -> Iterator[Finding]:
+    if all(step.threads == 1 for step in times):
+        return
+    given = ", ".join(f"{name}={facts.variables[name]}" for name in WAITING if name in facts.variables)
+    if facts.variables.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+        text = f"threads sleep while they wait, {given}, as rowmesh commands have it"
+        yield Finding("waiting", "ok", f"{text}; programs of your own: export OMP_WAIT_POLICY=PASSIVE")
+    else:
+        text = f"threads may spin while they wait ({given or 'nothing is set'})"
+        yield Finding("waiting", "note", text, "where other programs use the cores: export OMP_WAIT_POLICY=PASSIVE")
 
 
 def _sharing(facts: Facts, ranks: int, threads: int) -> Finding | None:

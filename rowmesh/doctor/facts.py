@@ -18,7 +18,8 @@ from rowmesh.observe.allocator import VARIABLES as MALLOC
 from rowmesh.observe.allocator import allocator
 from rowmesh.observe.control_groups import processor_limit
 
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "GLIBC_TUNABLES")
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING, "GLOO_SOCKET_IFNAME", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,7 +153,8 @@ def _idle_cores(record: RunRecord, tables: Tables) -> Iterator[Advice]:
             "Cores are idle while the network computes",
             f"{share_text(share)} of a step goes to the network, and {record.ranks} rank(s) with {threads} thread(s) "
             f"leave {cores - busy} of {cores} hardware threads idle",
-            f"Start {2 * (record.ranks or 1)} ranks, or give each OMP_NUM_THREADS={2 * threads}",
+            f"Start {2 * busy} ranks with a thread each; or, where there can be no more ranks, give each "
+            f"OMP_NUM_THREADS={2 * threads}",
         )
 
 

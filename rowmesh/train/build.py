@@ -13,7 +13,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.linear_layers import FastLinear, fast_linear
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.ops.linear import Choices
+from rowmesh.ops.linear import Choices, bound_caches
 from rowmesh.tables import TableSpec, Tiers
 from rowmesh.train.config import Config
 from rowmesh.train.device import use_device
@@ -38,6 +38,7 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
     """
     tables = table_specs(config.tables, data)
     check_precision(config.train.precision, config.train.device, tables)
+    bound_caches()  # in bfloat16 torch's own layers are by oneDNN
     seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
     dtype = network_dtype(tables)
@@ -86,7 +87,8 @@ def _linear(config: Config, mesh: Mesh, network: nn.Module, task: Task) -> FastL
     if config.train.precision == "bfloat16":
         return FastLinear(Choices(), "in bfloat16, by torch; rows, parameters and optimizer state are not")
     shapes = task.score_shapes()
-    return fast_linear(network, task.linear_rows(), mesh=mesh, use=config.train.linear, score_shapes=shapes)
+    use, varies = config.train.linear, task.linear_rows_vary
+    return fast_linear(network, task.linear_rows(), mesh=mesh, use=use, score_shapes=shapes, varies=varies)
 
 
 def _tiers(config: Config) -> Tiers:

@@ -32,9 +32,10 @@ from rowmesh.train.best import remove_best
 from rowmesh.train.build import build
 from rowmesh.train.checkpoints import held_folder
 from rowmesh.train.checks import SETTING_UP, naming_lost_peers
-from rowmesh.train.config import Config
+from rowmesh.train.config import Config, DataConfig
 from rowmesh.train.device import check_device
 from rowmesh.train.evaluation import Evaluation
+from rowmesh.train.evaluation_names import evaluation_name, place_of
 from rowmesh.train.fingerprint import Fingerprint, mismatch
 from rowmesh.train.job import Job
 from rowmesh.train.loop import train
@@ -42,7 +43,7 @@ from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.publications import Publications
-from rowmesh.train.raw import evaluation_name, forms_metadata, remember_forms
+from rowmesh.train.raw import forms_metadata, remember_forms
 from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
@@ -111,29 +112,29 @@ def run_training(
         publications = stack.enter_context(closing(Publications(job)))
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
-        former = None if start.steps else check_start(config, lambda: meaning)
-        about = about_run(job, trainer.total_steps)
-        begun = on_rank_0(
-            mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about, goes_on=bool(start.steps)), RunFolder
-        )
-        if start.steps:
-            trainer.resume(load_newest(job, begun, start.steps, claim.log))
-            of = "" if trainer.total_steps is None else f" of {trainer.total_steps:,}"
-            _write(mesh, f"resume    after step {trainer.step:,}{of}")
-        elif former is not None:
+        if (former := None if start.steps else check_start(config, lambda: meaning)) is not None:
             job.embeddings.barrier()
             remember_forms(data, former.manifest.metadata)
             trainer.begin_with(load_model(job, former.folder, verify, optimizer_state=True))
             _write(mesh, start_text(former))
-        _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
-        publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
-        train(trainer, begun, publications)
+        about = about_run(job, trainer.total_steps)
+        begun = on_rank_0(
+            mesh, SETTING_UP, lambda: _begin(claim, config, job.placement, about, goes_on=bool(start.steps)), RunFolder
+        )
+        with _withdrawn_without_a_step(mesh, claim, trainer, goes_on=bool(start.steps)):
+            if start.steps:
+                trainer.resume(load_newest(job, begun, start.steps, claim.log))
+                of = "" if trainer.total_steps is None else f" of {trainer.total_steps:,}"
+                _write(mesh, f"resume    after step {trainer.step:,}{of}")
+            _write(mesh, *warn_of_space(job, run.path))  # now: a former run without a model is gone
+            publications.begin(trainer.step, on_rank_0(mesh, SETTING_UP, lambda: begun.id))
+            train(trainer, begun, publications)
         run = _save(job, trainer, claim, meaning)
         publications.write_last(trainer.step, claim.log)
         if mesh.rank == 0:
             remove_best(begun, run)
         tested = job.task.tested
-        metrics = _evaluate(job, run, tested, evaluation_name(config.data, tested)) if tested else None
+        metrics = _evaluate(job, run, tested, config.data) if tested else None
         _write(mesh, *job.task.advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
@@ -192,7 +193,7 @@ def run_evaluation(
             load_model(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
             _write(mesh, *describe(job), f"model     {run.model}, {model_text(manifest.metadata)}")
-            metrics = _evaluate(job, run, split, evaluation_name(trained.data, split))
+            metrics = _evaluate(job, run, split, trained.data)
             _end(mesh, run, at_end)
             return metrics
 
@@ -212,6 +213,17 @@ def _begin(claim: Claim, config: Config, placement: Placement, about: dict[str, 
     if config.checkpoint.folder:
         Series(Path(config.checkpoint.folder)).clear()  # of a run that is overwritten, or that had none that is whole
     return claim.begin(given, files)
+
+
+@contextmanager
+def _withdrawn_without_a_step(mesh: Mesh, claim: Claim, trainer: Trainer, *, goes_on: bool) -> Iterator[None]:
+    """Where a block fails before the first step of a run, the run leaves no folder."""
+    try:
+        yield
+    except BaseException:
+        if mesh.rank == 0 and not goes_on and not trainer.step:
+            claim.withdraw()
+        raise
 
 
 def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> RunFolder:
@@ -304,13 +316,15 @@ def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: 
     )
 
 
-def _evaluate(job: Job, run: RunFolder, split: str, name: str) -> Evaluation:
+def _evaluate(job: Job, run: RunFolder, split: str, trained: DataConfig) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
+    name = on_rank_0(job.mesh, SETTING_UP, lambda: evaluation_name(run, trained, job.data, split))
+    title = name if split not in job.data.splits else split
     num_batches = job.task.num_evaluation_batches(split)
-    with Progress(num_batches, title=name, enabled=job.mesh.rank == 0) as progress:
+    with Progress(num_batches, title=title, enabled=job.mesh.rank == 0) as progress:
         metrics = job.task.evaluate(job, split, progress.advance)
-    _write(job.mesh, *job.task.results(name, metrics))
-    record: dict[str, Any] = {"split": name, "data": job.data.place if name == split else split, **metrics.as_file()}
+    _write(job.mesh, *job.task.results(title, metrics))
+    record: dict[str, Any] = {"split": name, "data": place_of(job.data, split), **metrics.as_file()}
     record |= {"planted_optimum": job.task.optimum(split)}
     doing = f"writing the metrics of {name}"
     on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(name), record))

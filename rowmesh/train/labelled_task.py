@@ -84,6 +84,11 @@ class LabelledTask(Generic[Data]):
         """One a sample."""
         return chosen(self.config.data.batch_size)
 
+    @property
+    def linear_rows_vary(self) -> bool:
+        """Batches have one size."""
+        return False
+
     def score_shapes(self) -> list[Shape]:
         """None."""
         return []

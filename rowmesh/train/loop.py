@@ -248,6 +248,7 @@ class _Loop:
             "best_step": self._best.kept_step,
             "drift": drift,
             "window": window,
+            "decided": self._log.state_dict(),
         }
         return {**self._trainer.state_dict(), "progress": progress}
 
@@ -261,6 +262,7 @@ class _Loop:
             self._drift.load_state_dict(progress["drift"])
         if progress.get("window") is not None:  # in checkpoints of earlier versions and of survivors there is none
             self._trainer.progressive.load_state_dict(progress["window"])
+        self._log.load_state_dict(progress.get("decided", {}))  # in checkpoints of earlier versions there is none
         set_random_states(states[rank % len(states)], self._job.embeddings.device)
         return Interval.resumed(progress["intervals"], rank, num_ranks)
 

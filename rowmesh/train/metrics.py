@@ -1,7 +1,7 @@
 """Metrics of click predictions, exact over any number of ranks.
 
-Every rank keeps the logits and labels it has seen (5 bytes a sample), rank 0 gathers them and needs up
-to 72 bytes a sample more while it ranks them: 7 GB for a test set of 89 million samples, a day of Criteo
+Every rank keeps the logits and labels it has seen (5 bytes a sample; 9 where logits are float64), rank 0 gathers them
+and needs up to 72 bytes a sample more while it ranks them: 7 GB for a test set of 89 million samples, a day of Criteo
 Terabyte. A histogram would need less and be inexact.
 """
 
@@ -22,9 +22,10 @@ from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import complete, gather_objects
-from rowmesh.train.score_bins import Keys, Labels, Logits, ScoreBins, sorted_keys
+from rowmesh.train.score_bins import Keys, Labels, ScoreBins, sorted_keys
 
-Weights = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,29 +83,35 @@ class Predictions:
     """
 
     def __init__(self) -> None:
-        self._logits: list[Logits] = []
+        self._logits: list[Floats] = []
         self._labels: list[Labels] = []
-        self._weights: list[Weights] = []
+        self._weights: list[Floats] = []
         self._is_weighted = False
 
     def add(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch: logits `[B]` of any floating dtype, kept as float32; labels `[B]`, each 0 or 1; sample weights.
+        """Adds a batch: logits `[B]` of any floating dtype; labels `[B]`, each 0 or 1; sample weights `[B]`.
+
+        Logits and weights are kept as float32, those of float64 as they are. A batch that is refused adds nothing.
 
         Raises:
-            DataError: a logit is not finite, or too large for float32; a label is neither 0 nor 1.
+            DataError: logits, labels and weights are not one for each sample; a logit is not finite, or too large for
+                float32; a label is neither 0 nor 1; a weight is below 0 or not finite.
         """
-        kept = finite_float32(logits, "logits")
+        check_shapes("logits", logits, labels, weights)
+        kept = finite(logits, "logits")
         check_labels(labels)
+        if weights is not None:
+            check_weights(weights)
         self._is_weighted |= weights is not None
         self._weights.append(weighed(weights, len(kept)))
-        self._logits.append(kept.numpy().copy())
+        self._logits.append(kept)
         self._labels.append(labels.to("cpu", torch.uint8).numpy())
 
     def metrics(self, mesh: Mesh | None = None, doing: str = "computing metrics") -> Metrics:
         """The metrics of everything added on all ranks.
 
         Collective and blocking: every rank calls it, all get the same result. Moves 5 bytes a sample to rank 0,
-        9 where they have weights.
+        9 where they have weights, and 4 more for each of these that is float64.
 
         Args:
             mesh: the ranks; default: this process alone.
@@ -124,18 +131,18 @@ class Predictions:
         return on_rank_0(mesh, doing, lambda: compute(logits, labels, weights), Metrics)
 
 
-def compute(logits: Logits, labels: Labels, weights: Weights | None = None) -> Metrics:
-    """The metrics of float32 logits `[n]`, uint8 labels `[n]` and float32 weights `[n]`; None: 1 each.
+def compute(logits: Floats, labels: Labels, weights: Floats | None = None) -> Metrics:
+    """The metrics of logits `[n]`, uint8 labels `[n]` and weights `[n]`; None: 1 each.
 
     Raises:
         DataError: there are no samples, or all weights are 0.
     """
     if len(logits) == 0:
         raise DataError("no samples to evaluate: the split is empty")
-    keys = sorted_keys(logits, labels)
+    keys = sorted_keys(logits.astype(np.float32, copy=False), labels)
     if weights is None:
         positives, total = int(labels.sum(dtype=np.int64)), len(labels)
-        auc = area_under_roc(keys, positives)
+        auc = area_under_roc(keys if logits.dtype == np.float32 else _rank_keys(logits, labels), positives)
     else:
         positives, total = float(weights[labels == 1].sum(dtype=np.float64)), float(weights.sum(dtype=np.float64))
         if not total > 0:
@@ -159,7 +166,7 @@ def area_under_roc(keys: Keys, positives: int) -> float:
     """The exact area under the ROC curve; ties count half.
 
     Args:
-        keys: of the samples, as `sorted_keys` gives them.
+        keys: of the samples, as `sorted_keys` gives them: a label in the lowest bit, above it what rises with scores.
         positives: how many labels are 1.
 
     >>> area_under_roc(sorted_keys(np.float32([1, 1, 0, 2]), np.uint8([1, 0, 0, 1])), 2)
@@ -179,7 +186,14 @@ def area_under_roc(keys: Keys, positives: int) -> float:
     return twice_wins / (2 * positives * negatives)
 
 
-def weighted_area_under_roc(scores: Logits, labels: Labels, weights: Weights) -> float:
+def _rank_keys(scores: Floats, labels: Labels) -> Keys:
+    """As `sorted_keys`, of scores that are too fine for it: above the label stands the rank of the score."""
+    keys = (np.unique(scores, return_inverse=True)[1].astype(np.uint64) << np.uint64(1)) | labels
+    keys.sort()
+    return keys
+
+
+def weighted_area_under_roc(scores: Floats, labels: Labels, weights: Floats) -> float:
     """The area under the ROC curve of weighted samples; ties count half, NaN where one of the classes has no weight.
 
     >>> scores, labels = np.float32([1, 1, 0, 2]), np.uint8([1, 0, 0, 1])
@@ -204,6 +218,23 @@ def binary_entropy(rate: float) -> float:
     return -sum(p * math.log(p) for p in (rate, 1 - rate) if p > 0)
 
 
+def check_shapes(what: str, values: Tensor, labels: Tensor, weights: Tensor | None) -> None:
+    """Raises DataError where predictions, labels and sample weights of a batch are not `[B]` each, of one B.
+
+    Args:
+        what: the predictions are called.
+        values: the predictions.
+        labels, weights: theirs.
+    """
+    shapes = {what: list(values.shape), "labels": list(labels.shape)}
+    if weights is not None:
+        shapes["sample weights"] = list(weights.shape)
+    if values.dim() != 1 or len({tuple(shape) for shape in shapes.values()}) > 1:
+        advice = "; squeeze(1) takes the last dimension away" if values.dim() == 2 and values.shape[1] == 1 else ""
+        found = ", ".join(f"{name} are {shape}" for name, shape in shapes.items())
+        raise DataError(f"{found}: they must be [B] each, one of a sample{advice}")
+
+
 def check_labels(labels: Tensor, name: str = "", kind: LabelKind = "binary") -> None:
     """Raises DataError where a label is neither 0 nor 1, or, of kind "value", not finite.
 
@@ -218,9 +249,10 @@ def check_labels(labels: Tensor, name: str = "", kind: LabelKind = "binary") -> 
     )
 
 
-def check_weights(weights: Tensor, name: str) -> None:
-    """Raises DataError where a sample weight `[B]` is below 0 or not finite."""
-    _refuse(weights, ~(torch.isfinite(weights) & (weights >= 0)), f"sample weights {name!r}", "below 0 or not finite")
+def check_weights(weights: Tensor, name: str = "") -> None:
+    """Raises DataError where a sample weight `[B]` is below 0 or not finite, or too large for float32."""
+    is_weight = torch.isfinite(weights) & (weights >= 0) & (weights <= _LARGEST)
+    _refuse(weights, ~is_weight, f"sample weights{f' {name!r}' if name else ''}", "below 0 or not finite")
 
 
 def _refuse(values: Tensor, wrong: Tensor, what: str, how: str) -> None:
@@ -232,24 +264,30 @@ def _refuse(values: Tensor, wrong: Tensor, what: str, how: str) -> None:
         )
 
 
-def finite_float32(values: Tensor, what: str) -> Tensor:
-    """The same numbers in the host's memory, as float32; raises DataError where one is not finite, or too large."""
-    kept = values.detach().to("cpu", torch.float32)
-    if not bool(torch.isfinite(kept).all()):
-        count, first = int((~torch.isfinite(kept)).sum()), values[~torch.isfinite(kept)][0].item()
+def finite(values: Tensor, what: str) -> Floats:
+    """A copy of predictions; raises DataError where one is not finite, or too large for float32."""
+    kept = floats(values)
+    wrong = ~(np.abs(kept) <= _LARGEST)
+    if wrong.any():
         raise DataError(
-            f"{count} of {kept.numel()} {what} are not finite or past ±3.4e38, the first of them "
-            f"{first}: training diverged"
+            f"{wrong.sum()} of {kept.size} {what} are not finite or past ±3.4e38, the first of them "
+            f"{float(kept[wrong][0])}: training diverged"
         )
     return kept
 
 
-def weighed(weights: Tensor | None, count: int) -> Weights:
-    """Sample weights as float32 `[count]`; 1 each where there are none."""
-    return np.ones(count, np.float32) if weights is None else weights.to("cpu", torch.float32).numpy().copy()
+def floats(values: Tensor) -> Floats:
+    """A copy in the host's memory: float64 of float64 and of whole numbers, float32 of all that is coarser."""
+    is_coarse = values.dtype.is_floating_point and values.dtype != torch.float64
+    return values.detach().to("cpu", torch.float32 if is_coarse else torch.float64).numpy().copy()
 
 
-def _sums(logits: Logits, labels: Labels, weights: Weights | None, chunk: int = 1 << 20) -> tuple[float, float]:
+def weighed(weights: Tensor | None, count: int) -> Floats:
+    """Sample weights `[count]`; 1 each where there are none."""
+    return np.ones(count, np.float32) if weights is None else floats(weights)
+
+
+def _sums(logits: Floats, labels: Labels, weights: Floats | None, chunk: int = 1 << 20) -> tuple[float, float]:
     """Σ w·sigmoid(logit) and Σ w·log-loss in float64, a chunk at a time to bound memory."""
     predicted = loss = 0.0
     for start in range(0, len(logits), chunk):
@@ -263,8 +301,10 @@ def _sums(logits: Logits, labels: Labels, weights: Weights | None, chunk: int = 
 
 
 def gathered(values: npt.NDArray[Any], mesh: Mesh, doing: str) -> npt.NDArray[Any]:
-    """All ranks' values in rank order on rank 0; what they are elsewhere."""
-    lengths = gather_objects(mesh, len(values), doing)
+    """All ranks' values in rank order on rank 0, of the finest dtype among them; what they are elsewhere."""
+    everyone = gather_objects(mesh, [len(values), values.dtype.str], doing)
+    lengths = [length for length, _ in everyone]
+    values = values.astype(np.result_type(*(np.dtype(name) for _, name in everyone)), copy=False)
     if mesh.group is None or not any(lengths):
         return values
     longest = max(lengths)  # a gather takes as much of every rank

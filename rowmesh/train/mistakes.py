@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -12,21 +12,61 @@ from rowmesh.train.config import Config
 from rowmesh.train.table_config import TableConfig
 
 Key = tuple[str, ...]
+COMMAND_LINE = "the command line"
+"""Where overrides come from, in messages."""
 
 
-def explain(error: ValidationError, values: dict[str, Any]) -> str:
-    """Every mistake in `values`, one a line."""
+def explain(error: ValidationError, values: dict[str, Any], source: str, given: Sequence[Key] = ()) -> str:
+    """Where mistakes in `values` are, and every one of them, one a line.
+
+    Args:
+        error: what pydantic found.
+        values: what was validated.
+        source: where they come from.
+        given: the keys that came from the command line.
+    """
     mistakes: dict[Key, list[str]] = {}
     for detail in error.errors():
         key = _written_key(values, tuple(str(part) for part in detail["loc"]))
         inherited = detail["type"] != "missing" and not _is_written(values, key)
         if not inherited:  # a default of all tables is reported once, where it stands
-            mistakes.setdefault(key, []).append(_reason(key, detail))
+            for each in _unknown_keys(key, detail):
+                mistakes.setdefault(each, []).append(_reason(each, detail))
     found = [(".".join(key), " or ".join(dict.fromkeys(reasons))) for key, reasons in mistakes.items()]
     lines = [
         f"{key}: {reason}" if key else reason for key, reason in found
     ]  # of several sections: the reason names them
-    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} mistakes", *lines])
+    text = lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} mistakes", *lines])
+    are_given = [any(_is_in(each, leaf) for each in given) for key in mistakes if key for leaf in _leaves(values, key)]
+    if not any(are_given):
+        return f"{source}: {text}"
+    return f"{COMMAND_LINE}: {text}" if all(are_given) else f"{source} and {COMMAND_LINE}: {text}"
+
+
+def _unknown_keys(key: Key, detail: Any) -> list[Key]:
+    """The keys of a mistake: itself, or of a section that is unknown those of it that have a name like a known one."""
+    section = detail["input"]
+    if detail["type"] != "extra_forbidden" or not isinstance(section, dict):
+        return [key]
+    names = [(*key, str(name)) for name in section]
+    return [name for name in names if _nearest(".".join(name), list(known_keys()))] or [key]
+
+
+def _leaves(values: Any, key: Key) -> Iterator[Key]:
+    """The keys of a section that are written; of what is none itself, also where it is missing."""
+    node = values
+    for part in key:
+        node = node.get(part, {}) if isinstance(node, dict) else node
+    if isinstance(node, dict) and node:
+        for name in node:
+            yield from _leaves(values, (*key, str(name)))
+    else:
+        yield key
+
+
+def _is_in(section: Key, key: Key) -> bool:
+    """Whether a key is that of a section, or in it."""
+    return key[: len(section)] == section
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -57,7 +97,9 @@ def _suggestion(key: Key) -> str:
     known = list(known_keys())
     if _would_be_a_table(key):
         own = f"tables.{key[1]}." if len(key) > 2 else "tables."
-        known = [*known_keys(TableConfig, own), *known]
+        known = list(dict.fromkeys([*known_keys(TableConfig, own), *known]))
+    if len(key) == 1 and (section := nearest(key[0], Config.model_fields, cutoff=0.75)):
+        return f"did you mean the section {section!r}?"
     if match := _nearest(".".join(key), known):
         return f"did you mean {match!r}?"
     if len(key) == 1:

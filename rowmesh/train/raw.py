@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from rowmesh.data.raw import RawData, is_server
+from rowmesh.data.raw import RawData
 from rowmesh.data.raw.loader import LOOK_S, Readiness
 from rowmesh.data.schema import Schema
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.train.config import Config, DataConfig
+from rowmesh.train.config import Config
 from rowmesh.train.section import AUTO
 
-DOING, TEST = "waiting for rows", "test"
+DOING = "waiting for rows"
 
 
 def open_raw(config: Config) -> RawData:
@@ -81,36 +80,6 @@ def check_raw(values: dict[str, Any]) -> None:
             f'schedule.name = "{schedule["name"]}" ends with the run, and nobody knows how many steps raw data have; '
             "give train.steps, or leave it out"
         )
-
-
-def evaluation_name(trained: DataConfig, place: str) -> str:
-    """What an evaluation is called: the split; of raw rows "test", or the name of their file or folder.
-
-    Only the rows of the run's own `data.test` are "test", so that those of others replace none of its metrics.
-
-    Args:
-        trained: the data of the run.
-        place: the split, or where the rows are.
-
-    Example:
-        >>> data = DataConfig(folder="rows", source="raw", raw_schema="criteo", test="held_out/test")
-        >>> [evaluation_name(data, place) for place in ("./held_out/test", "days/friday.csv", "days/test")]
-        ['test', 'friday.csv', 'days-test']
-        >>> evaluation_name(DataConfig(folder="clicks"), "validation")
-        'validation'
-    """
-    if not trained.is_raw:
-        return place
-    if trained.raw_test and _is_same_place(trained.raw_test, place):
-        return TEST
-    path = Path("redis", trained.stream) if is_server(place) else Path(place).resolve()
-    return f"{path.parent.name}-{path.name}" if path.name == TEST and trained.raw_test else path.name
-
-
-def _is_same_place(first: str, second: str) -> bool:
-    if is_server(first) or is_server(second):
-        return first == second
-    return Path(first).resolve() == Path(second).resolve()
 
 
 class Following:

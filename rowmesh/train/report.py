@@ -234,7 +234,10 @@ def _ranks(job: Job) -> str:
     world_size, hosts = job.mesh.world_size, len(set(job.mesh.hosts))
     backend = "gloo" if job.mesh.group is not None else "no process group"
     threads = torch.get_num_threads()
-    return f"{world_size} on {hosts} host{'s'[: hosts > 1]}, {backend}, {threads} torch thread(s) each"
+    advice = ""
+    if world_size == 1 and threads > 1 and job.embeddings.device.type == "cpu":
+        advice = f"; ranks with a thread each come first: torchrun --standalone --nproc-per-node {threads}"
+    return f"{world_size} on {hosts} host{'s'[: hosts > 1]}, {backend}, {threads} torch thread(s) each{advice}"
 
 
 def _device(job: Job) -> str:

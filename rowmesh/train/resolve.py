@@ -34,21 +34,21 @@ def resolve(path: Path, overrides: Sequence[str] = ()) -> Config:
     folder = values.setdefault("run", {})
     if isinstance(folder, dict) and not folder.get("folder"):
         folder["folder"] = f"runs/{path.stem}"
-    return validate(values, source=str(path))
+    return validate(values, str(path), [key for key, _ in changes])
 
 
-def validate(values: dict[str, Any], source: str) -> Config:
-    """The configuration in nested dictionaries; `source` is named in errors."""
+def validate(values: dict[str, Any], source: str, given: Sequence[tuple[str, ...]] = ()) -> Config:
+    """The configuration in nested dictionaries; `source` is named in errors, for keys that were not `given`."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(f"{source}: {explain(error, values)}") from None
+        raise ConfigurationError(explain(error, values, source, given)) from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The contents of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a byte order mark first
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not TOML: {error}") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -169,7 +169,7 @@ class Claim:
     """Takes a run's folder for the time of a `with` block; only rank 0 does this.
 
     The folder is removed again, with those above it that had to be made, if the block fails before `begin`
-    has written the first files. A former run with a model stays whole until `finish`.
+    has written the first files, or the run is withdrawn. A former run with a model stays whole until `finish`.
 
     Args:
         folder: the run's folder; made if need be.
@@ -257,6 +257,16 @@ class Claim:
         if self._replaces:
             self.log(f"former    the run in {self._path} stays until the model of this one is written")
         return RunFolder(self._target)
+
+    def withdraw(self) -> None:
+        """Takes `begin` back, of a run that ends before its first step, unless bad rows are kept in its folder."""
+        if not self._is_same(self._target) or any(self._target.glob("bad_rows/*")):
+            return
+        if self._replaces:
+            _remove(self._target)
+        else:
+            _clear(self._path)
+        self._has_begun = False
 
     @property
     def unfinished(self) -> RunFolder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ FAST_MEMORY = "fast memory"
 """And of a tiered group: what batches found there, what was read, and what was written back."""
 DYNAMIC = "dynamic table"
 """And beside a table's name: how many distinct ids its owners knew, admitted, evicted, or did not admit."""
+_OF_DYNAMIC = f", {DYNAMIC}"
 _DYNAMIC = ("hits", "admitted", "evicted", "guests", "dropped", "promoted", "forgotten")
 _TIER = ("rows_found", "rows_forwarded", "rows_read", "bytes_read", "rows_initialized", "rows_written", "bytes_written")
 
@@ -54,6 +55,7 @@ class RunLog:
         self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, log, goes_on=after > 0))
         self._lines = self._open.enter_context(JsonLines(run.counters if first else None, log, goes_on=after > 0))
         self._counters = CounterLog(_sources(job.embeddings), self._lines, job.mesh.group)
+        self._decided: dict[str, dict[str, int]] = {}  # of dynamic tables, by all ranks, since the last interval
         self._trackers = self._open.enter_context(closing(_trackers(job, run, log, after))) if first else None
 
     def step(self, step: int) -> None:
@@ -66,7 +68,9 @@ class RunLog:
 
         What is a list goes into `metrics.jsonl` alone.
         """
-        hit_rate = _hit_rate(self._counters.flush())
+        self._flush()
+        hit_rate = _hit_rate(self._decided)
+        self._decided.clear()
         facts = {"loss": loss, "samples_per_s": samples_per_s, "memory_bytes": memory_bytes}
         more = {} if hit_rate is None else {"hit_rate": hit_rate}
         self._write("train", step, {**facts, **record, **more})
@@ -83,13 +87,28 @@ class RunLog:
 
     def sync(self) -> None:
         """Has all that was noted so far on disk. Collective: every rank calls it."""
-        self._counters.flush()
+        self._flush()
         self._metrics.sync()
         self._lines.sync()
 
     def skip(self) -> None:
         """Leaves what happened since the last step, a checkpoint say, out of the counters."""
         self._counters.skip()
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """What has added up for the next interval by the last `sync`; the same on all ranks."""
+        return {name: dict(fields) for name, fields in self._decided.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """Goes on with an interval."""
+        self._decided = {name: dict(fields) for name, fields in state.items()}
+
+    def _flush(self) -> None:
+        """Writes counters, which may happen within an interval."""
+        for name, fields in self._counters.flush().items():
+            if name.endswith(_OF_DYNAMIC):
+                before = self._decided.get(name, {})
+                self._decided[name] = {field: before.get(field, 0) + added for field, added in fields.items()}
 
     def _write(self, kind: str, step: int, record: dict[str, Any]) -> None:
         self._metrics.write(time=utc_text(), kind=kind, step=step, **record)
@@ -130,14 +149,14 @@ def _sources(embeddings: EmbeddingCollection) -> list[Source]:
         pairs = zip(names, counters, strict=True)
         found += [Source(f"{name}, {REPLICAS}", each.synchronization) for name, each in pairs]
     dynamic = embeddings.reported_dynamic_counters.items()
-    found += [Source(f"{name}, {DYNAMIC}", each, _DYNAMIC) for name, each in dynamic]
+    found += [Source(f"{name}{_OF_DYNAMIC}", each, _DYNAMIC) for name, each in dynamic]
     tiers = embeddings.tier_counters.items()
     return found + [Source(f"{name}, {FAST_MEMORY}", each, _TIER) for name, each in tiers]
 
 
-def _hit_rate(added: dict[str, dict[str, int]]) -> float | None:
+def _hit_rate(added: Mapping[str, Mapping[str, int]]) -> float | None:
     """The share of ids that dynamic tables knew already; None where there are no ids of such."""
-    tables = [fields for name, fields in added.items() if name.endswith(f", {DYNAMIC}")]
+    tables = [fields for name, fields in added.items() if name.endswith(_OF_DYNAMIC)]
     hits = sum(fields["hits"] for fields in tables)
     total = hits + sum(fields["admitted"] + fields["guests"] + fields["promoted"] for fields in tables)
     return hits / total if total else None

@@ -139,6 +139,11 @@ class Task(Protocol):
         """Rows that linear layers multiply in a step of all ranks."""
         ...
 
+    @property
+    def linear_rows_vary(self) -> bool:
+        """Whether they are another number in every step."""
+        ...
+
     def score_shapes(self) -> list[Shape]:
         """Shapes of products that are computed as linear layers are, and are no layers of the network."""
         ...

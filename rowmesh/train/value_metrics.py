@@ -13,9 +13,7 @@ from torch import Tensor
 from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
-from rowmesh.train.metrics import check_labels, finite_float32, gathered, weighed
-
-Floats = npt.NDArray[np.float32]
+from rowmesh.train.metrics import Floats, check_labels, check_shapes, check_weights, finite, floats, gathered, weighed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +74,26 @@ class ValuePredictions:
         self._parts: list[tuple[Floats, Floats, Floats]] = []
 
     def add(self, values: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Adds a batch: predictions, labels and sample weights `[B]`, kept as float32.
+        """Adds a batch: predictions, labels and sample weights `[B]`, kept as float32, those of float64 as they are.
+
+        A batch that is refused adds nothing.
 
         Raises:
-            DataError: a number is not finite, or too large for float32.
+            DataError: predictions, labels and weights are not one for each sample; a number is not finite; a prediction
+                is too large for float32; a weight is below 0.
         """
+        check_shapes("predictions", values, labels, weights)
+        kept = finite(values, "predictions")
         check_labels(labels, kind="value")
-        kept = finite_float32(values, "predictions")
-        self._parts.append((kept.numpy().copy(), labels.float().cpu().numpy().copy(), weighed(weights, len(kept))))
+        if weights is not None:
+            check_weights(weights)
+        self._parts.append((kept, floats(labels), weighed(weights, len(kept))))
 
     def metrics(self, mesh: Mesh | None = None, doing: str = "computing metrics") -> ValueMetrics:
         """The metrics of everything added on all ranks.
 
-        Collective and blocking: every rank calls it, all get the same result. Moves 12 bytes a sample to rank 0.
+        Collective and blocking: every rank calls it, all get the same result. Moves 12 bytes a sample to rank 0, and
+        4 more for each number that is float64.
 
         Raises:
             DataError: on every rank, where there are no samples, or all weights are 0.
@@ -102,7 +107,7 @@ class ValuePredictions:
 
 
 def compute_values(values: Floats, labels: Floats, weights: Floats, baseline: float) -> ValueMetrics:
-    """The metrics of predictions, labels and weights, each float32 `[n]`.
+    """The metrics of predictions, labels and weights `[n]`.
 
     Raises:
         DataError: there are no samples, or all weights are 0.

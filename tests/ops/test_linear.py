@@ -210,6 +210,20 @@ def test_what_was_measured_is_read_the_next_time(folder, monkeypatch):
     assert len(list(folder.iterdir())) == 3
 
 
+def test_where_samples_vary_every_product_is_of_another_number(folder, monkeypatch):
+    """So that the time in which oneDNN makes an operator is part of what is measured."""
+    rows = []
+    product = measuring.product
+    monkeypatch.setattr(measuring, "product", lambda x, *others: (rows.append(len(x)), product(x, *others))[1])
+    found = package.measure([(2, 4)], 500, budget_s=0.01, varies=True)
+    assert (found.samples, found.varies, found.is_kept) == (256, True, False)
+    forward = rows[::2]  # the gradient of the input comes after it
+    assert len({*forward}) == len(forward) > 2
+    assert not package.measure([(2, 4)], 500, budget_s=0.0).is_kept, "that is another measurement"
+    assert package.measure([(2, 4)], 500, budget_s=0.0, varies=True).is_kept
+    assert package.measure([(2, 4)], 1 << 20, budget_s=0.0, varies=True).samples == 4096
+
+
 @pytest.mark.parametrize(
     "damage", [b"", b"\0" * 40, b"[[2, 4]]", b"[[2, 4, [[1, 1], [1, 1], [1, -1]]]]", b"{}{", b"\xff"]
 )

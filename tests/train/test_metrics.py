@@ -12,6 +12,7 @@ from torchmetrics.functional.classification import binary_auroc
 from rowmesh.errors import DataError
 from rowmesh.train.metrics import Predictions, area_under_roc, binary_entropy, compute
 from rowmesh.train.score_bins import sorted_keys
+from rowmesh.train.value_metrics import ValuePredictions
 
 LENGTHS = st.integers(1, 60)
 
@@ -96,3 +97,73 @@ def test_what_cannot_be_evaluated():
         Predictions().add(torch.tensor([0.0, -1e300], dtype=torch.float64), torch.zeros(2))
     with pytest.raises(DataError, match=r"neither 0 nor 1, the first of them 2.0 at sample 1"):
         Predictions().add(torch.zeros(2), torch.tensor([0.0, 2.0]))
+
+
+SHAPES = {
+    "other lengths": ([3], [2], None),
+    "a label for all": ([4], [1], None),
+    "a column": ([3, 1], [3], None),
+    "columns": ([3, 1], [3, 1], None),
+    "no dimension": ([], [], None),
+    "other weights": ([3], [3], [2]),
+    "a weight for all": ([3], [3], [1]),
+    "a column of weights": ([3], [3], [3, 1]),
+}
+
+
+@pytest.mark.parametrize("make", [Predictions, lambda: ValuePredictions(baseline=0.0)])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_a_batch_has_one_of_each_for_every_sample(make, shapes):
+    predictions = make()
+    predictions.add(torch.zeros(2), torch.tensor([0.0, 1.0]))
+    before = predictions.metrics()
+    with pytest.raises(DataError, match=r"they must be \[B\] each"):
+        predictions.add(*(None if shape is None else torch.ones(shape) for shape in shapes))
+    assert predictions.metrics() == before
+
+
+def test_a_column_of_logits_comes_with_the_way_out():
+    with pytest.raises(DataError, match=r"logits are \[3, 1\], labels are \[3\]: .*squeeze\(1\)"):
+        Predictions().add(torch.zeros(3, 1), torch.zeros(3))
+
+
+@pytest.mark.parametrize("make", [Predictions, lambda: ValuePredictions(baseline=0.0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan])
+def test_weights_are_finite_and_not_below_0(make, dtype, weight):
+    predictions = make()
+    predictions.add(torch.zeros(2), torch.tensor([0.0, 1.0]))
+    before = predictions.metrics()
+    with pytest.raises(DataError, match=r"1 of 2 sample weights are below 0 or not finite, the first .* sample 1"):
+        predictions.add(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, weight], dtype=dtype))
+    assert predictions.metrics() == before
+
+
+def test_a_weight_past_float32_is_refused():
+    with pytest.raises(DataError, match="below 0 or not finite"):
+        Predictions().add(torch.zeros(1), torch.zeros(1), torch.tensor([1e300], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("weights", [None, torch.ones(4)])
+def test_logits_of_float64_are_compared_as_such(weights):
+    logits = 1.0 + torch.arange(4, dtype=torch.float64) * 1e-12  # all one number in float32
+    predictions = Predictions()
+    predictions.add(logits, torch.tensor([0, 1, 0, 1]), weights)
+    assert predictions.metrics().auc == 0.75
+    assert sum(predictions.metrics().score_bins.samples) == 4
+
+
+def test_values_of_float64_and_whole_labels_are_not_rounded():
+    predictions = ValuePredictions(baseline=0.0)
+    predictions.add(torch.tensor([2.0**30 + 1], dtype=torch.float64), torch.tensor([2**30]))
+    assert predictions.metrics().mae == 1.0
+
+
+def of_two_dtypes(mesh):
+    predictions, dtype = Predictions(), torch.float32 if mesh.rank else torch.float64
+    predictions.add(torch.tensor([1 + 1e-12 * (1 - mesh.rank), -1.0], dtype=dtype), torch.tensor([1 - mesh.rank, 0]))
+    return predictions.metrics(mesh).auc
+
+
+def test_ranks_may_have_logits_of_other_dtypes(ranks):
+    assert ranks.run(of_two_dtypes, world_size=2) == [1.0, 1.0]

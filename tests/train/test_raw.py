@@ -65,9 +65,9 @@ def test_a_finished_run_is_evaluated_on_other_rows(config_file, tmp_path, comman
 
 def test_metrics_of_other_rows_do_not_replace_those_of_the_test(config_file, tmp_path, command):
     run, days = tmp_path / "run", tmp_path / "days"
-    for folder in (days, days / "test"):
+    for number, folder in enumerate((days, days / "test")):
         folder.mkdir()
-        write_rows(folder / "friday.csv", 5, 50)
+        write_rows(folder / "friday.csv", 5 + number, 50)
     assert command(["train", str(config_file), *TABLES, f"data.test={tmp_path / 'test'}"], ranks=1).status == 0
     before = (run / "evaluation" / "test.json").read_bytes()
     for place in (days / "friday.csv", days / "test"):
@@ -82,6 +82,11 @@ def test_metrics_of_other_rows_do_not_replace_those_of_the_test(config_file, tmp
     done = command(["evaluate", str(run), "--split", str(tmp_path / "rows" / ".." / "test")], ranks=1)
     assert done.status == 0, done.err
     assert len(list((run / "evaluation").iterdir())) == 3, "the run's own test, by another way"
+    before = (run / "evaluation" / "friday.csv.json").read_bytes()
+    done = command(["evaluate", str(run), "--split", str(days / "test" / "friday.csv")], ranks=1)
+    assert done.status == 0, done.err
+    assert "test-friday.csv: 50 samples" in done.out
+    assert (run / "evaluation" / "friday.csv.json").read_bytes() == before
 
 
 def test_a_followed_folder_is_trained_on_to_its_end(config_file, tmp_path, command):

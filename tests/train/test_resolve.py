@@ -85,6 +85,9 @@ def test_folders_mean_the_same_from_everywhere(write, monkeypatch, tmp_path):
         ("batch_size=3", "batch_size: unknown key; did you mean 'data.batch_size'"),
         ("tables.dimm=3", "tables.dimm: unknown key; did you mean 'tables.dim'"),
         ("tables.C3.dimm=3", "tables.C3.dimm: unknown key; did you mean 'tables.C3.dim'"),
+        ("trian.steps=3", "trian.steps: unknown key; did you mean 'train.steps'"),
+        ("tabels.C3.dim=3", "tabels: unknown key; did you mean the section 'tables'"),
+        ("trian=3", "trian: unknown key; did you mean the section 'train'"),
         ("qqqq.x=3", "qqqq: unknown key; known sections: run, data, model"),
         ("train.qqqq=3", "train.qqqq: unknown key; known: train.epochs, train.steps"),
         ("train.epochs=0", "train.epochs: should be greater than or equal to 1, got 0"),
@@ -146,6 +149,40 @@ def test_what_would_do_nothing_is_refused(write, tmp_path, override, other, mess
     assert ": : " not in str(error.value)
     (tmp_path / "resolved.toml").write_text(to_toml(resolve(path, [other])))  # all other keys at their defaults
     resolve(tmp_path / "resolved.toml", [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "source"),
+    [
+        ("", ["trian.steps=3"], "the command line: trian.steps: unknown key"),
+        ("", ["train.steps=x", "tables.optimizer=adam"], "the command line: 2 mistakes"),
+        ("", ["optimizer.momentum=0.9"], "the command line: optimizer: adam has no momentum"),
+        ("optimizer.lr = 1\n", ["optimizer.momentum=0.9"], "{path} and the command line: optimizer: adam has no"),
+        ("", ["tabels.C3.dim=3"], "the command line: tabels: unknown key"),
+        ("train.steps = -1\n", [], "{path}: train.steps: should be"),
+        ("train.steps = -1\n", ["train.epochs=3"], "{path}: train.steps: should be"),
+        ("train.steps = -1\n", ["train.epochs=0"], "{path} and the command line: 2 mistakes"),
+        ("train.steps = -1\n", ["train.steps=0.5"], "the command line: train.steps: "),
+        ("tiers.folder = 'rows'\n", ["train.epochs=3"], "{path}: tiers.folder"),
+    ],
+)
+def test_mistakes_say_where_they_were_made(write, text, overrides, source):
+    path = write(f"{text}{MINIMAL}")
+    with pytest.raises(ConfigurationError) as error:
+        resolve(path, overrides)
+    assert str(error.value).startswith(source.format(path=path)), error.value
+
+
+def test_known_keys_are_listed_once(write):
+    with pytest.raises(ConfigurationError, match=r"tables\.qqqq: unknown key; known: ") as error:
+        resolve(write(MINIMAL), ["tables.qqqq=3"])
+    assert str(error.value).count("tables.dim,") == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_a_configuration(write, tmp_path):
+    path = write(MINIMAL)
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert resolve(tmp_path / "marked.toml", ["run.folder=a"]) == resolve(path, ["run.folder=a"])
 
 
 def test_every_mistake_is_reported_once(write):

@@ -123,6 +123,18 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(ranks, config_file, tmp_p
     check_killed(ranks, config_file, tmp_path, mode, world_size, ["loop.step@8=raise"])
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_change_no_line_of_the_logs(ranks, config_file, tmp_path, world_size):
+    """Lines come every five steps, checkpoints every three, and the run that has them is killed between both."""
+    options = [*DYNAMIC, f"run.folder={tmp_path / 'without'}"]
+    train_untouched(ranks, config_file, options, world_size)
+    options = [*DYNAMIC, f"run.folder={tmp_path / 'with'}", "checkpoint.every_steps=3"]
+    train_killed(ranks, config_file, options, world_size, ["loop.step@8=raise"])
+    for name in ("metrics.jsonl", "counters.jsonl"):
+        assert lines_of(tmp_path / "with", name) == lines_of(tmp_path / "without", name)
+    assert len({line["hit_rate"] for line in lines_of(tmp_path / "with", "metrics.jsonl")}) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("mode", MODES)

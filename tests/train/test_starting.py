@@ -11,7 +11,7 @@ from rowmesh.faults import arm
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
 from tests.support.clicks import write_config
-from tests.support.killed_runs import rows_of
+from tests.support.killed_runs import KILLED, rows_of, train_once, train_untouched
 
 ADAM = ['tables.optimizer.name="adam"', "data.shuffle=false", "train.linear=torch", "tables.dtype=float64"]
 
@@ -64,10 +64,38 @@ def test_what_cannot_be_gone_on_with_is_refused(file, clicks, tmp_path):
         ([f"run.folder={first}"], "is the run's own folder; give another run.folder, or --resume"),
         (["optimizer.name=sgd"], "was trained by adam, and optimizer.name is sgd"),
         (["tables.dim=8"], "dim"),
+        (["tables.storage=dynamic", "tables.initializer.bound=0.1", "tables.dynamic.capacity=64"], "dynamic here"),
         (["model.top=[8]"], "the network in .* is another"),
         (["train.start_from=/nowhere"], "/nowhere is no run"),
     ]:
         with pytest.raises(RowmeshError, match=message) as caught:
-            run_training(resolve(file, [start, *options]), overwrite=True)
+            run_training(resolve(file, [start, *options]), overwrite=options == [f"run.folder={first}"])
         assert isinstance(caught.value, RowmeshError | ConfigurationError)
+        assert not (tmp_path / "run").exists(), "a run that ends before its first step leaves no folder"
     assert (first / "model").exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_fails_in_its_first_step_leaves_nothing(ranks, file, tmp_path, world_size, is_there):
+    folder = tmp_path / "run"
+    if is_there:
+        folder.mkdir()
+    failures = ranks.run(train_once, file, [], "no", "engine.fetched@1=raise", world_size=world_size)
+    assert all(KILLED in each for each in failures), failures
+    assert [*folder.iterdir()] == [] if is_there else not folder.exists()
+    train_untouched(ranks, file, ["train.steps=1"], world_size)
+
+
+def test_a_run_that_fails_in_its_second_step_leaves_its_folder(file, tmp_path):
+    with arm("engine.fetched@2=raise"), pytest.raises(RuntimeError, match="injected"):
+        run_training(resolve(file))
+    assert losses(tmp_path / "run")
+
+
+def test_a_run_that_would_replace_another_and_fails_in_its_first_step_leaves_that(file, tmp_path):
+    run_training(resolve(file, ["train.steps=1"]))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with arm("engine.fetched@1=raise"), pytest.raises(RuntimeError, match="injected"):
+        run_training(resolve(file), overwrite=True)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}

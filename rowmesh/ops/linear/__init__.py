@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rowmesh.ops.linear import reference
+from rowmesh.ops.linear.caches import bound_caches
 from rowmesh.ops.linear.choices import ALL, NONE, Choices, Passes, Shape, linear_shapes
 from rowmesh.ops.linear.cpu import LinearFunction, gradients, obstacle
 from rowmesh.ops.linear.measured import Measured, measure
@@ -31,6 +32,7 @@ __all__ = [
     "Measured",
     "Passes",
     "Shape",
+    "bound_caches",
     "chosen",
     "gradients",
     "linear",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowmesh.ops.linear import reference
+from rowmesh.ops.linear.caches import bound_caches
 from rowmesh.ops.linear.choices import Passes
 from rowmesh.ops.simd import FLOAT32, add, kernel, load_f32, load_row, store_f32, store_row, transpose_tile, zero_row
 
@@ -86,7 +87,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why oneDNN cannot be used here, or None."""
+    """Why oneDNN cannot be used here, or None; the first product of this process, where nobody else had one."""
+    bound_caches()
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):

@@ -32,6 +32,8 @@ LEAST_GAIN, LEAST_SHARE = 1.2, 0.003
 """How much faster oneDNN must be, and what share of the time of all products it must save by that: near ties and small
 products would be decided by chance, and otherwise another time."""
 LEAST_SAMPLES, MOST_SAMPLES = 16, 1024
+MOST_VARYING_SAMPLES = 4096
+"""Where the samples vary, oneDNN makes an operator for each number of them, which takes as long for many as for few."""
 _ROUNDS = 100
 _VERSION = 3
 Times = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
@@ -46,11 +48,13 @@ class Measured:
         times: of each shape.
         samples: with which.
         is_kept: whether all of it was read.
+        varies: whether every product was of another number of samples.
     """
 
     times: Mapping[Shape, Times]
     samples: int
     is_kept: bool
+    varies: bool = False
 
     @property
     def choices(self) -> Choices:
@@ -73,7 +77,7 @@ class Measured:
         return before / after if after else 1.0
 
 
-def measure(shapes: Sequence[Shape], samples: int, budget_s: float = BUDGET_S) -> Measured:
+def measure(shapes: Sequence[Shape], samples: int, budget_s: float = BUDGET_S, *, varies: bool = False) -> Measured:
     """Times of linear layers on this machine, with as many threads as torch has now.
 
     What is known from an earlier call, by whichever process, is read; the rest is measured and written, where a folder
@@ -83,32 +87,35 @@ def measure(shapes: Sequence[Shape], samples: int, budget_s: float = BUDGET_S) -
         shapes: `[N, K]` of the layers.
         samples: of the global batch.
         budget_s: about how long to measure, in seconds.
+        varies: whether every batch has another number of samples, so that oneDNN makes its operators again each time.
     """
-    rounded = measured_samples(samples)
-    path = cache_path(rounded)
+    rounded = measured_samples(samples, varies=varies)
+    path = cache_path(rounded, varies=varies)
     known = _read(path)
     missing = [shape for shape in shapes if shape not in known]
     if missing:
-        known |= _measure(missing, rounded, budget_s)
+        known |= _measure(missing, rounded, budget_s, varies=varies)
         _write(path, known)
-    return Measured({shape: known[shape] for shape in shapes}, rounded, not missing)
+    return Measured({shape: known[shape] for shape in shapes}, rounded, not missing, varies)
 
 
-def measured_samples(samples: int) -> int:
+def measured_samples(samples: int, *, varies: bool = False) -> int:
     """The power of two at or below a number of samples, within bounds.
 
     >>> [measured_samples(samples) for samples in (1, 100, 4096)]
     [16, 64, 1024]
     """
-    return min(max(1 << max(samples, 1).bit_length() - 1, LEAST_SAMPLES), MOST_SAMPLES)
+    most = MOST_VARYING_SAMPLES if varies else MOST_SAMPLES
+    return min(max(1 << max(samples, 1).bit_length() - 1, LEAST_SAMPLES), most)
 
 
-def cache_path(samples: int) -> Path | None:
+def cache_path(samples: int, *, varies: bool = False) -> Path | None:
     """The file for this processor, torch and number of threads, beside the compiled kernels; None where none can be."""
     folder = cache_folder()
     if folder is None:
         return None
-    key = f"{_VERSION} {_processor()} {torch.__version__} {torch.get_num_threads()} {samples}"
+    how = f"{samples} varying" if varies else str(samples)
+    key = f"{_VERSION} {_processor()} {torch.__version__} {torch.get_num_threads()} {how}"
     return Path(folder) / f"linear.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.json"
 
 
@@ -118,7 +125,7 @@ def _processor() -> str:
     return f"{binding.get_host_cpu_name()} {sorted(binding.get_host_cpu_features().items())}"
 
 
-def _measure(shapes: Sequence[Shape], samples: int, budget_s: float) -> dict[Shape, Times]:
+def _measure(shapes: Sequence[Shape], samples: int, budget_s: float, *, varies: bool) -> dict[Shape, Times]:
     """The shortest times of rounds in turns, so that what else runs on the machine slows both.
 
     One thread is timed by what it takes of the processor: others may have that for most of the time.
@@ -128,27 +135,29 @@ def _measure(shapes: Sequence[Shape], samples: int, budget_s: float) -> dict[Sha
     best = {key: [float("inf"), float("inf")] for key in products}
     for pair in products.values():
         for run in pair:
-            run()  # the first time compiles
+            run(samples)  # the first time compiles
     end_s = clock() + budget_s
-    for number in range(_ROUNDS):
+    rounds = min(_ROUNDS, max(samples // 8, 2)) if varies else _ROUNDS  # no number of rows comes twice
+    for number in range(rounds):
+        rows = samples - 1 - number if varies else samples
         for key, pair in products.items():
             for side, run in enumerate(pair):
                 began_s = clock()
-                run()
+                run(rows)
                 best[key][side] = min(best[key][side], max(clock() - began_s, 1e-9))
         if number > 0 and clock() > end_s:
             break
     return {shape: _times([best[shape, number] for number in range(3)]) for shape in shapes}
 
 
-def _pairs(shape: Shape, samples: int) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
-    """The three products of a layer, each by torch and by oneDNN."""
+def _pairs(shape: Shape, samples: int) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
+    """The three products of a layer, each by torch and by oneDNN, of so many of the samples or fewer."""
     (outputs, inputs), generator = shape, torch.Generator().manual_seed(0)
     sizes = ((samples, inputs), shape, (outputs,), (samples, outputs))
     x, weight, bias, grad = (torch.randn(size, generator=generator, device="cpu") for size in sizes)
-    yield lambda: F.linear(x, weight, bias), lambda: product(x, weight, bias)
-    yield lambda: reference.input_gradient(grad, weight), lambda: product(grad, weight.t())
-    yield lambda: reference.weight_gradient(grad, x), lambda: weight_product(grad, x)
+    yield lambda n: F.linear(x[:n], weight, bias), lambda n: product(x[:n], weight, bias)
+    yield lambda n: reference.input_gradient(grad[:n], weight), lambda n: product(grad[:n], weight.t())
+    yield lambda n: reference.weight_gradient(grad[:n], x[:n]), lambda n: weight_product(grad[:n], x[:n])
 
 
 def _read(path: Path | None) -> dict[Shape, Times]:

@@ -13,6 +13,10 @@ from rowmesh.train.sequence.exchange import Rows, total
 
 USERS = 256
 """Users that are scored at a time."""
+OVERFLOW = (
+    "products of the vectors of users and items are past the range of their dtype, so items cannot be ranked; lower "
+    "optimizer.lr or tables.optimizer.lr"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +66,7 @@ def rank_targets(
         seen: what is not ranked, of this rank's users; None: all items are.
 
     Raises:
-        RowmeshError: a query or an item is not finite, on any rank.
+        RowmeshError: a query or an item is not finite, or the product of one with the other, on any rank.
         PeerError: a rank died, or did not come within the mesh's timeout.
     """
     wrong = torch.tensor([int(not (queries.isfinite().all() and items.isfinite().all()))])
@@ -84,13 +88,25 @@ def rank_targets(
         scores = queries[chunk] @ items.T  # the product that gave the target's score, so that rounding is the same
         if mesh.group is None:
             _note_targets(own[chunk], scores, targets[chunk], here[chunk])
+        wrong += int(overflows(scores))
         low, high = torch.searchsorted(users, torch.tensor([chunk.start, chunk.stop])).tolist()
         scores[users[low:high] - chunk.start, seen_items[low:high]] = -torch.inf
         counts[0, chunk] = (scores > own[chunk, None]).sum(1)
         counts[1, chunk] = (scores == own[chunk, None]).sum(1)
+    if int(total(mesh, wrong)):
+        raise RowmeshError(OVERFLOW)
     counts[1] -= here.long()  # the target itself
     higher, tied = total(mesh, counts)[:, rows.mine].unbind()
     return Standings(higher, tied)
+
+
+def overflows(scores: Tensor) -> bool:
+    """Whether a product of finite vectors is not finite.
+
+    >>> overflows(torch.tensor([3e38, 3e38])), overflows(torch.tensor([1.0, -torch.inf]))
+    (False, True)
+    """
+    return not bool(scores.sum().isfinite()) and not bool(scores.isfinite().all())  # the sum alone is one pass
 
 
 def _note_targets(own: Tensor, scores: Tensor, targets: Tensor, here: Tensor) -> None:

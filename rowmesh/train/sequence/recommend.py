@@ -35,6 +35,7 @@ from rowmesh.train.resolve import resolve
 from rowmesh.train.sequence.candidates import Candidates
 from rowmesh.train.sequence.data import SequenceData
 from rowmesh.train.sequence.evaluation import queries_of, vectors_of
+from rowmesh.train.sequence.ranking import OVERFLOW, overflows
 from rowmesh.train.tasks import task_of
 from rowmesh.train.trained_model import for_one_process
 
@@ -232,6 +233,8 @@ def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, to
             users = np.arange(first, min(first + USERS, len(known.users)))
             batch = _batch(known, users, options.max_length, at)
             scores = queries_of(job, batch, options)[batch.offsets[1:] - 1] @ items.T
+            if overflows(scores):
+                raise RowmeshError(OVERFLOW)
             if seen == "remove":
                 events, offsets = spans(known.offsets[:-1][users], known.offsets[1:][users])
                 of_user = np.repeat(np.arange(len(users)), np.diff(offsets))

@@ -129,6 +129,11 @@ class SequenceTask:
         mean = min(counts.num_events // max(counts.num_users, 1), self.options.max_length)
         return chosen(self.config.data.batch_size) * max(mean, 1)
 
+    @property
+    def linear_rows_vary(self) -> bool:
+        """Users have another number of events in every step."""
+        return True
+
     def score_shapes(self) -> list[Shape]:
         """That of the full softmax."""
         is_full = self.options.loss == "full_softmax"

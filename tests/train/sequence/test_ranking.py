@@ -110,3 +110,27 @@ def test_a_model_that_scores_all_items_alike_gets_nothing():
 def test_what_is_not_finite_is_refused():
     with pytest.raises(RowmeshError, match="not finite"):
         rank_targets(Mesh(), torch.full((1, 2), math.nan), torch.tensor([0]), torch.ones(3, 2))
+
+
+def overflowing(mesh, sign):
+    """Finite vectors; on the last rank alone a product is not finite, of an item that is no target."""
+    items = torch.tensor([[1.0], [2.0], [3.0], [sign * 1e20]])
+    part = item_range(4, mesh.rank, mesh.world_size)
+    queries = torch.tensor([[1.0], [1e20]])
+    with pytest.raises(RowmeshError, match="past the range of their dtype, so items cannot be ranked; lower"):
+        rank_targets(mesh, queries, torch.tensor([0, 1]), items[part.start : part.stop], part.start)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_product_that_overflows_ranks_nothing(ranks, world_size, sign):
+    if world_size == 1:
+        overflowing(Mesh(), sign)
+    else:
+        ranks.run(overflowing, sign, world_size=world_size)
+
+
+def test_large_scores_are_ranked():
+    items = torch.tensor([[1e38], [3e38], [2e38]])
+    standings = rank_targets(Mesh(), torch.ones(3, 1), torch.tensor([0, 1, 2]), items)
+    assert standings.higher.tolist() == [2, 0, 1]
