@@ -148,9 +148,8 @@ def _open_stores(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[
     def open_own() -> None:
         for table in tables:
             grid, rules = plan.grid(plan.table(table.name).replicas), rules_of(table)
-            replica, member = grid.place(mesh.rank)
-            if shards := shards_of(rules, member, grid.shards):
-                stores[table.name] = _open_store(table, shards, mesh.rank, replica)
+            if shards := shards_of(rules, grid.place(mesh.rank)[1], grid.shards):
+                stores[table.name] = _open_store(table, shards, mesh.rank)
 
     try:
         if tables:
@@ -162,12 +161,12 @@ def _open_stores(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[
     return stores
 
 
-def _open_store(table: TableSpec, shards: range, rank: int, replica: int) -> RecordStore:
+def _open_store(table: TableSpec, shards: range, rank: int) -> RecordStore:
     rules = rules_of(table)
     assert rules.store is not None
     room = None if rules.store_capacity is None else sum(rules.stored_in(shard) or 0 for shard in shards)
     width, retry = RecordLayout(table).width, Retry(for_s=rules.store_retry_s)
-    store = open_records(rules.store, table.name, width, max_records=room, rank=rank, replica=replica, retry=retry)
+    store = open_records(rules.store, table.name, width, max_records=room, rank=rank, retry=retry)
     try:
         store.clear(shards)
     except BaseException:

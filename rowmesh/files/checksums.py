@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self
 
 import xxhash
 
+from rowmesh.errors import DamagedFileError
+
 BLOCK_BYTES = 4 << 20
 """One checksum a block: 16 hexadecimal digits for 4 MiB, 4 KB of manifest for a GiB."""
 
@@ -125,3 +127,36 @@ def checksums_of(path: Path, block_bytes: int = BLOCK_BYTES) -> Checksums:
     with path.open("rb") as file:
         blocks = tuple(xxhash.xxh3_64_hexdigest(block) for block in iter(lambda: file.read(block_bytes), b""))
         return Checksums(file.tell(), blocks, block_bytes)
+
+
+def checksums_of_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> Checksums:
+    """Of bytes in memory.
+
+    >>> checksums_of_bytes(b"rows").size_bytes
+    4
+    """
+    firsts = range(0, len(data), block_bytes)
+    blocks = tuple(xxhash.xxh3_64_hexdigest(data[first : first + block_bytes]) for first in firsts)
+    return Checksums(len(data), blocks, block_bytes)
+
+
+def verify_bytes(data: bytes, expected: Checksums, name: str, advice: str) -> None:
+    """Compares bytes that were read with what was written.
+
+    Args:
+        data: the bytes.
+        expected: what they are to be.
+        name: of the file, for the error.
+        advice: what a user does about a damaged file.
+
+    Raises:
+        DamagedFileError: they are others; names the bytes.
+    """
+    if len(data) != expected.size_bytes:
+        raise DamagedFileError(f"{name} has {len(data):,} bytes where {expected.size_bytes:,} were written; {advice}")
+    found = checksums_of_bytes(data, expected.block_bytes)
+    for number, (is_block, was) in enumerate(zip(found.blocks, expected.blocks, strict=True)):
+        if is_block != was:
+            begin = number * expected.block_bytes
+            end = min(begin + expected.block_bytes, len(data)) - 1
+            raise DamagedFileError(f"{name} is damaged: bytes {begin:,} to {end:,} are not what was written; {advice}")

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.files.checksums import Checksums
+from rowmesh.files.manifest import OWN_SUM, own_sum
 from rowmesh.tables.dynamic import Missing
 from rowmesh.tables.initializer import INITIALIZERS, Initializer
 
-_FORMAT = 1
+_FORMAT = 2
+Part = Mapping[str, Any]
+"""What one rank wrote of a generation, as its target describes it in plain values, so that readers miss nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,9 @@ class Generation:
         number: from 1.
         step: of training.
         chain: the generations that have its rows, the newest first: itself, and what it changes down to a whole one.
-        num_parts: of each generation of the chain: how many ranks wrote it.
+        sums: of the other generations of the chain, the checksums of what they say: `checksum`.
+        parts: by rank, what each wrote of this generation.
+        network: what the network is to be.
         tables: by name.
         run: which published it; "" where it has no name.
     """
@@ -54,7 +61,9 @@ class Generation:
     number: int
     step: int
     chain: tuple[int, ...]
-    num_parts: tuple[int, ...]
+    sums: tuple[str, ...]
+    parts: tuple[Part, ...]
+    network: Checksums
     tables: dict[str, PublishedTable]
     run: str = ""
 
@@ -63,8 +72,17 @@ class Generation:
         """Whether it changes no other."""
         return len(self.chain) == 1
 
+    @property
+    def checksum(self) -> str:
+        """Of all that this says."""
+        return own_sum(self._values())
+
     def to_json(self) -> bytes:
         """What `read` takes."""
+        values = self._values()
+        return json.dumps({**values, OWN_SUM: own_sum(values)}, indent=1).encode()
+
+    def _values(self) -> dict[str, Any]:
         tables = {
             name: {
                 "dim": table.dim,
@@ -74,14 +92,17 @@ class Generation:
             }
             for name, table in self.tables.items()
         }
-        own = {
+        return {
+            "format": _FORMAT,
             "run": self.run,
             "number": self.number,
             "step": self.step,
             "chain": self.chain,
-            "num_parts": self.num_parts,
+            "sums": self.sums,
+            "tables": tables,
+            "network": self.network.to_json(),
+            "parts": self.parts,
         }
-        return json.dumps({"format": _FORMAT, **own, "tables": tables}, indent=1).encode()
 
     @classmethod
     def read(cls, text: bytes, name: str) -> Generation:
@@ -92,27 +113,36 @@ class Generation:
             name: of the place, for errors.
 
         Raises:
-            DataError: it is something else, or of a later version of rowmesh.
+            DataError: it is something else, damaged, or of another version of rowmesh.
         """
         try:
             values = json.loads(text)
             if values["format"] != _FORMAT:
                 raise DataError(
-                    f"{name} has generations of format {values['format']}, and this rowmesh reads {_FORMAT}"
+                    f"{name} has generations of format {values['format']}, and this rowmesh reads {_FORMAT}; publish "
+                    "to another place"
                 )
+            if values.pop(OWN_SUM) != own_sum(values):
+                raise DataError(f"{name} has a damaged generation: {OWN_SUM} is not that of what it says")
             tables = {table: _table(own) for table, own in values["tables"].items()}
-            return cls(
+            generation = cls(
                 number=int(values["number"]),
                 step=int(values["step"]),
                 chain=tuple(map(int, values["chain"])),
-                num_parts=tuple(map(int, values["num_parts"])),
+                sums=tuple(map(str, values["sums"])),
+                parts=tuple(map(dict, values["parts"])),
+                network=Checksums.from_json(values["network"]),
                 tables=tables,
-                run=str(values.get("run", "")),
+                run=str(values["run"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if len(generation.sums) != len(generation.chain) - 1:
+                raise ValueError(f"{len(generation.sums)} checksums of a chain of {len(generation.chain)}")
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"{name} has something that is no generation: {error}; publish to another place") from error
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise DataError(f"{name} has something that is no generation: {what}; publish to another place") from error
+        return generation
 
 
 def _table(values: dict) -> PublishedTable:

@@ -10,6 +10,7 @@ from rowmesh.dynamic.stores.opening import REDIS
 from rowmesh.dynamic.stores.redis import RedisConnection
 from rowmesh.dynamic.stores.rocksdb import rocksdict
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.places import local_path
 from rowmesh.publish.folder import FolderTarget
 from rowmesh.publish.parquet import ParquetTables
 from rowmesh.publish.redis import RedisTarget
@@ -66,4 +67,5 @@ def split_url(url: str) -> tuple[str, str]:
             f"{url.split('@')[-1]!r} is nowhere to publish to; there are parquet:FOLDER, rocksdb:FOLDER, and "
             "redis://HOST:PORT/DATABASE or rediss://… for TLS"
         )
+    local_path(place, f"the folder of {kind}:")
     return kind, place

@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,9 +14,12 @@ import torch
 
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
 from rowmesh.faults import reach
+from rowmesh.files.checksums import checksums_of_bytes
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_all_ranks, on_rank_0
-from rowmesh.publish.generation import Generation, PublishedTable
+from rowmesh.mesh.waiting import gather_objects
+from rowmesh.publish.generation import Generation, Part, PublishedTable
+from rowmesh.publish.guard import guarded
 from rowmesh.publish.target import PartWriter, Target
 
 logger = logging.getLogger("rowmesh")
@@ -53,7 +57,7 @@ class Publisher:
 
     Raises:
         ConfigurationError: a number is below 1.
-        DataError: something else is in the target.
+        DataError: something else is in the target, or what is there is damaged.
 
     Example:
         >>> import tempfile
@@ -82,7 +86,8 @@ class Publisher:
             raise ConfigurationError(
                 f"keep_last and whole_every of publishing must be 1 or more, got {keep_last} and {whole_every}"
             )
-        self._target, self._tables, self._mesh = target, dict(tables), Mesh() if mesh is None else mesh
+        self._target, self._tables = guarded(target, target.name), dict(tables)
+        self._mesh = Mesh() if mesh is None else mesh
         self._keep_last, self._whole_every, self._run = keep_last, whole_every, run
         self._last: Generation | None = None
 
@@ -105,7 +110,8 @@ class Publisher:
         return Generation.read(text.encode(), self._target.name) if text else None
 
     def _read_newest(self) -> str:
-        return (self._target.newest() or b"").decode()
+        text = self._target.newest()
+        return "" if text is None else Generation.read(text, self._target.name).to_json().decode()
 
     def publish(self, step: int, changes: Mapping[str, Changes], network: Mapping[str, Any]) -> Generation:
         """Publishes a generation. Collective and blocking.
@@ -124,18 +130,22 @@ class Publisher:
         before = None if is_whole else last
         number = on_rank_0(self._mesh, "beginning to publish", self._named(lambda: self._begin(before)))
         write = self._named(lambda: self._write_part(number, changes, is_whole=is_whole))
-        on_all_ranks(self._mesh, "publishing rows", write)
-        generation = Generation(
+        part = on_all_ranks(self._mesh, "publishing rows", write)
+        parts = tuple(gather_objects(self._mesh, dict(part), "publishing rows"))
+        generation = partial(
+            Generation,
             number=number,
             step=step,
             chain=(number, *(before.chain if before else ())),
-            num_parts=(self._mesh.world_size, *(before.num_parts if before else ())),
+            sums=(before.checksum, *before.sums) if before else (),
+            parts=parts,
             tables=self._tables,
             run=self._run,
         )
-        on_rank_0(self._mesh, "publishing the network", self._named(lambda: self._finish(generation, network)))
-        self._last = generation
-        return generation
+        finish = self._named(lambda: self._finish(generation, network))
+        finished = on_rank_0(self._mesh, "publishing the network", finish)
+        self._last = Generation.read(finished.encode(), self._target.name)
+        return self._last
 
     def _begin(self, before: Generation | None) -> int:
         """The number of the next generation; on rank 0.
@@ -158,7 +168,7 @@ class Publisher:
         reach("publish.begun")
         return number
 
-    def _write_part(self, number: int, changes: Mapping[str, Changes], *, is_whole: bool) -> None:
+    def _write_part(self, number: int, changes: Mapping[str, Changes], *, is_whole: bool) -> Part:
         if unknown := changes.keys() - self._tables.keys():
             raise DataError(f"{sorted(unknown)} are not published; the tables are {sorted(self._tables)}")
         writer = self._target.part(number, self._mesh.rank, {name: table.dim for name, table in self._tables.items()})
@@ -166,8 +176,9 @@ class Publisher:
             for name, change in changes.items():
                 self._write_table(writer, name, change, is_whole=is_whole)
         finally:
-            writer.close()
+            part = writer.close()
         reach("publish.part")
+        return part
 
     def _write_table(self, writer: PartWriter, name: str, change: Changes, *, is_whole: bool) -> None:
         dim = self._tables[name].dim
@@ -183,30 +194,38 @@ class Publisher:
         if not is_whole and len(change.deleted):
             writer.deleted(name, np.ascontiguousarray(change.deleted, np.int64))
 
-    def _finish(self, generation: Generation, network: Mapping[str, Any]) -> None:
-        """Makes readers see a generation; on rank 0."""
-        state = io.BytesIO()
-        torch.save(dict(network), state)
-        self._target.write_network(generation.number, state.getvalue())
+    def _finish(self, make: Callable[..., Generation], network: Mapping[str, Any]) -> str:
+        """Makes readers see a generation, and returns it as it is written; on rank 0."""
+        file = io.BytesIO()
+        torch.save(dict(network), file)
+        state = file.getvalue()
+        generation = make(network=checksums_of_bytes(state))
+        self._target.write_network(generation.number, state)
         reach("publish.network")
-        self._target.publish(generation.number, generation.to_json())
+        self._target.publish(generation)
         reach("publish.published")
         try:
             self._remove_old(generation.number)
         except RowmeshError as error:
             logger.warning("old generations stay in %s until the next one: %s", self._target.name, error)
+        return generation.to_json().decode()
 
     def _remove_old(self, number: int) -> None:
         numbers = [other for other in self._target.numbers() if other <= number]
-        manifests = {other: self._target.manifest(other) for other in numbers}
-        kept = [other for other, manifest in manifests.items() if manifest is not None][-self._keep_last :]
-        needed: set[int] = set()
-        for other in kept:
-            needed |= set(Generation.read(manifests[other] or b"", self._target.name).chain)
+        readable = [each for other in numbers if (each := self._readable(other)) is not None]
+        needed = {other for each in readable[-self._keep_last :] for other in each.chain}
         for other in numbers:
             if other not in needed:
                 self._target.remove(other)
                 reach("publish.removed")
+
+    def _readable(self, number: int) -> Generation | None:
+        """A generation; None where it is unfinished, or damaged, so that nobody can read it."""
+        text = self._target.manifest(number)
+        try:
+            return None if text is None else Generation.read(text, self._target.name)
+        except DataError:
+            return None
 
     def _named(self, action: Callable[[], T]) -> Callable[[], T]:
         """The action, whose errors of files name the target."""

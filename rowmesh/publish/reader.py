@@ -10,8 +10,11 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rowmesh.errors import ConfigurationError, StoreError
+from rowmesh.errors import ConfigurationError, DataError, StoreError
+from rowmesh.files.checksums import verify_bytes
+from rowmesh.publish.chain import ADVICE, read_chain
 from rowmesh.publish.generation import Generation
+from rowmesh.publish.guard import guarded
 from rowmesh.publish.pinned import PinnedGeneration
 from rowmesh.publish.target import Target
 from rowmesh.tables.dynamic import Missing
@@ -30,14 +33,15 @@ class PublishedReader:
         missing: what unknown ids read, in place of what the tables say.
 
     Raises:
-        StoreError: nothing is published yet, or the store does not answer. Once this is closed, all but `close` raises
-            it.
+        StoreError: nothing is published yet, or the store does not answer, or has lost rows. Once this is closed, all
+            but `close` raises it.
+        DataError: what is published is damaged; names it.
     """
 
     def __init__(self, target: Target, *, missing: Missing | None = None) -> None:
         if missing is not None and missing not in get_args(Missing):
             raise ConfigurationError(f"missing must be one of {', '.join(get_args(Missing))}, got {missing!r}")
-        self._target = target
+        self._target = guarded(target, target.name)
         self._missing: Missing | None = missing
         self._refreshing = threading.Lock()  # else the older one of two could be taken last
         self._lock = threading.Lock()  # of what follows; held for moments only
@@ -62,9 +66,11 @@ class PublishedReader:
                 raise StoreError(f"nothing is published in {self._target.name} yet")
             generation = Generation.read(newest, self._target.name)
             try:
-                state, rows = self._target.network(generation.number), self._target.open_rows(generation)
+                state = self._target.network(generation.number)
+                verify_bytes(state, generation.network, f"the network of {self._target.name}", ADVICE)
+                rows = self._target.open_rows(read_chain(self._target, generation))
                 return PinnedGeneration(generation=generation, rows=rows, state=state, missing=self._missing)
-            except StoreError:
+            except (StoreError, DataError):
                 again = self._target.newest()
                 if not left or again is None or Generation.read(again, self._target.name) == generation:
                     raise

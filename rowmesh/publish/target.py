@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from rowmesh.errors import StoreError
-from rowmesh.publish.generation import Generation
+from rowmesh.publish.generation import Generation, Part
 
 
 def closed(name: str) -> StoreError:
@@ -29,8 +30,8 @@ class PartWriter(Protocol):
         """Says that ids, int64 `[N]`, are gone."""
         ...
 
-    def close(self) -> None:
-        """Returns when all is safe in the target."""
+    def close(self) -> Part:
+        """Returns, when all is safe in the target, what was written: readers compare with it what they read."""
         ...
 
 
@@ -49,7 +50,8 @@ class Rows(Protocol):
             bool `[N]`, whether each was found.
 
         Raises:
-            StoreError: the generation was removed meanwhile, or these rows were closed.
+            StoreError: the generation was removed meanwhile, or lost rows, or these rows were closed.
+            DataError: what is read is not what was written.
         """
         ...
 
@@ -76,7 +78,11 @@ class Target(Protocol):
         ...
 
     def begin(self, number: int) -> None:
-        """Removes what a crash left of a generation, and makes room for it. On rank 0, before any part."""
+        """Removes what a crash left of a generation, and makes room for it. On rank 0, before any part.
+
+        Raises:
+            StoreError: the place, or that of the generation, has something that rowmesh did not publish.
+        """
         ...
 
     def part(self, number: int, part: int, tables: dict[str, int]) -> PartWriter:
@@ -87,27 +93,35 @@ class Target(Protocol):
         """Writes the network."""
         ...
 
-    def publish(self, number: int, manifest: bytes) -> None:
-        """Makes a generation the newest, at once, when all that it has is safe."""
+    def publish(self, generation: Generation) -> None:
+        """Makes a generation the newest, at once, when all that it has is safe.
+
+        Raises:
+            StoreError: the target has not all rows that the parts say.
+        """
         ...
 
     def numbers(self) -> list[int]:
-        """All generations that are there, also unfinished ones; ascending."""
+        """All generations that rowmesh made and that are there, also unfinished ones; ascending."""
         ...
 
     def remove(self, number: int) -> None:
-        """Removes a generation."""
+        """Removes a generation, and nothing that rowmesh did not write."""
         ...
 
     def network(self, number: int) -> bytes:
         """The network of a generation."""
         ...
 
-    def open_rows(self, generation: Generation) -> Rows:
+    def open_rows(self, chain: Sequence[Generation]) -> Rows:
         """The rows of a generation.
 
+        Args:
+            chain: it, and those that it changes, the newest first.
+
         Raises:
-            StoreError: it was removed meanwhile.
+            StoreError: one was removed meanwhile, or has lost rows.
+            DataError: one is damaged.
         """
         ...
 

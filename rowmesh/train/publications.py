@@ -16,7 +16,8 @@ from rowmesh.checkpoint.changes import Changes as ChangedSlots
 from rowmesh.checkpoint.snapshot import Changed
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.dynamic.stores import Retry
-from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
+from rowmesh.errors import PeerError, RowmeshError, StoreError
+from rowmesh.mesh.together import on_all_ranks
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
 from rowmesh.publish.generation import Generation
@@ -95,7 +96,9 @@ class Publications:
             if not is_wanted():
                 return
             generation = self._publish(publisher, step)
-        except (StoreError, DataError, ConfigurationError) as error:
+        except PeerError:
+            raise
+        except RowmeshError as error:  # on all ranks
             text = f"what step {step:,} left cannot be published: {error}"
             if self._config.on_failure == "stop":
                 raise StoreError(f"{text} (publish.on_failure is stop)") from error
@@ -115,6 +118,8 @@ class Publications:
                 target = opened.enter_context(closing(open_target(url, retry=retry)))
             except RowmeshError as error:
                 failure = str(error)
+            except Exception as error:  # of a package that a target uses
+                failure = f"{type(error).__name__}: {error}"
             failures = [text for text in gather_objects(mesh, failure, PUBLISHING) if text]
             if target is None or failures:
                 raise StoreError(failures[0])
@@ -149,9 +154,14 @@ class Publications:
         wanted = None if publisher.is_whole else changed
         marks = None if wanted is None else wanted.marks
         changes, ids = {}, {}
+        dynamic = [table.name for table in self._tables if table.storage == "dynamic"]
+        # Which ids there are is asked of stores, too, which may fail on one rank alone.
+        of_dynamic = on_all_ranks(
+            self._job.mesh, PUBLISHING, lambda: {name: self._of_dynamic(name, wanted) for name in dynamic}
+        )
         for table in self._tables:
             if table.storage == "dynamic":
-                changes[table.name], ids[table.name] = self._of_dynamic(table.name, wanted)
+                changes[table.name], ids[table.name] = of_dynamic[table.name]
             elif table.storage == "tensor_train":
                 rows = _computed_rows(embeddings, table, self._job.mesh.rank, self._job.mesh.world_size)
                 changes[table.name] = Changes(rows=rows)

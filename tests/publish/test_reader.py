@@ -9,6 +9,7 @@ import torch
 
 from rowmesh.errors import StoreError
 from rowmesh.publish import Changes, PublishedReader, PublishedTable, Publisher, open_target
+from rowmesh.publish.chain import read_chain
 from rowmesh.publish.generation import Generation
 from rowmesh.tables import Constant
 from tests.publish.test_publisher import url as url
@@ -37,9 +38,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self._target, name)
 
-    def open_rows(self, generation):
+    def open_rows(self, chain):
         self.on_open()
-        return WatchedRows(self, self._target.open_rows(generation), generation.number)
+        return WatchedRows(self, self._target.open_rows(chain), chain[0].number)
 
 
 class WatchedRows:
@@ -72,7 +73,7 @@ class Published:
 
     def rows(self):
         """The newest ones, without a reader."""
-        return self.target.open_rows(Generation.read(self.target.newest(), self.target.name))
+        return self.target.open_rows(read_chain(self.target, Generation.read(self.target.newest(), self.target.name)))
 
 
 @pytest.fixture
@@ -247,7 +248,7 @@ def test_closed_rows_say_so(published):
 def test_closed_rows_of_a_table_without_rows_say_so(url):
     target = open_target(url)
     Publisher(target, TABLES).publish(1, {}, {})
-    rows = target.open_rows(Generation.read(target.newest() or b"", target.name))
+    rows = target.open_rows([Generation.read(target.newest() or b"", target.name)])
     assert not rows.look_up("user", IDS, np.zeros((2, 2), np.float32)).any()
     rows.close()
     with pytest.raises(StoreError, match="was closed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from urllib.parse import quote
 
 from rowmesh.dynamic.stores.protocol import RecordStore
@@ -12,6 +11,7 @@ from rowmesh.dynamic.stores.retry import Retry
 from rowmesh.dynamic.stores.rocksdb import RocksRecords
 from rowmesh.dynamic.stores.slots import file_records, memory_records
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.places import local_path
 
 REDIS = ("redis://", "rediss://", "unix://")
 _FORMS = "memory, file:FOLDER, rocksdb:FOLDER, redis://HOST:PORT/DATABASE or rediss://… for TLS"
@@ -24,20 +24,18 @@ def open_records(
     *,
     max_records: int | None,
     rank: int = 0,
-    replica: int = 0,
     retry: Retry | None = None,
 ) -> RecordStore:
     """Opens the store of a table's records on a rank.
 
     Args:
         url: `memory`, `file:FOLDER`, `rocksdb:FOLDER` (each rank and table has a place of its own in the folder), or
-            the URL of a Redis server, which all ranks share: each has its own shards there. `$NAME` stands for the
-            variable NAME of the environment.
+            the URL of a Redis server, where each rank of each run has keys of its own, which go when the store is
+            closed. `$NAME` stands for the variable NAME of the environment.
         table: its name.
         record_bytes: of a record.
         max_records: that memory or a file holds at most; None: any number, but in a file.
         rank: of this process.
-        replica: of this rank, where there are several of the table.
         retry: for a store that goes away; by default for 30 s.
 
     Raises:
@@ -57,12 +55,11 @@ def open_records(
     if url == "memory":
         return memory_records(table, max_records, record_bytes)
     if url.startswith(REDIS):
-        prefix = f"rowmesh-{replica}" if replica else "rowmesh"
-        return RedisRecords(table, RedisConnection(url, retry), record_bytes, prefix=prefix)
+        return RedisRecords(table, RedisConnection(url, retry), record_bytes)
     kind, _, place = url.partition(":")
     if kind not in ("file", "rocksdb") or not place:
         raise ConfigurationError(f"{url.split('@')[-1]!r} is no store of records; there are {_FORMS}")
-    path = Path(place) / f"{quote(table, safe='')}-{rank}"
+    path = local_path(place, f"the folder of {kind}:") / f"{quote(table, safe='')}-{rank}"
     if kind == "rocksdb":
         return RocksRecords(table, path, record_bytes, retry=retry)
     if max_records is None:

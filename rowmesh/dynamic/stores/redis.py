@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from rowmesh import extras
-from rowmesh.dynamic.stores.protocol import check_batch, fill, rows_of
+from rowmesh.dynamic.stores.lease import Lease
+from rowmesh.dynamic.stores.protocol import check_batch, fill, keys_of, rows_of
 from rowmesh.dynamic.stores.retry import Retry
-from rowmesh.errors import ConfigurationError, StoreError
+from rowmesh.dynamic.stores.sums import RowSums
+from rowmesh.errors import ConfigurationError, DamagedFileError, StoreError
+from rowmesh.files.secrets import HIDDEN
 
 _CHUNK = 4096  # records a pipeline
 _TIMEOUT_S = 10.0  # for a connection, and for an answer
@@ -49,6 +51,11 @@ class RedisConnection:
         place = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self.name = f"Redis {place}/{options.get('db', 0)}"
         self._retry, self._password = retry or Retry(), options.get("password")
+        if self._password == HIDDEN:
+            raise ConfigurationError(
+                f"{self.name}: the password stands as {HIDDEN} where it was written down; give the URL again, with the "
+                "password in a variable of the environment: redis://:$NAME@…"
+            )
         self._check_policy()
 
     def _check_policy(self) -> None:
@@ -78,6 +85,10 @@ class RedisConnection:
         except self._redis.RedisError as error:
             raise StoreError(self._without_password(f"{self.name} refused: {error}")) from error
 
+    def once(self, operation: Callable[[Any], None]) -> None:
+        """Runs what need not succeed, with a client; errors are those of the package."""
+        operation(self._client)
+
     def pipeline(self, fill_in: Callable[[Any], None]) -> list[Any]:
         """Sends commands together, which may be repeated; returns the answers."""
 
@@ -103,36 +114,24 @@ class RedisConnection:
 class RedisRecords:
     """Records of one table in Redis, a hash a shard; see `RecordStore`.
 
-    With every call a mark is read that was written at the beginning: a server that was started again without its data
-    is an error, and not a table without records. What the server does with what it has acknowledged is its own
-    configuration: `appendonly yes` with `appendfsync always` loses nothing.
+    Its keys are its own: other processes, and other runs on the same server, have others. They go when it is closed, or
+    when another one is made after this process has ended; see `Lease`. With every call the lease is read: a server that
+    was started again without its data is an error, and not a table without records. What the server does with what it
+    has acknowledged is its own configuration: `appendonly yes` with `appendfsync always` loses nothing.
+
+    Behind each record is its checksum, so that one that is damaged, or is another's, is an error that names the id.
 
     Args:
         table: its name.
         connection: to the server; owned from here on.
         record_bytes: of a record.
-        prefix: of all keys, which begin with `PREFIX:TABLE`.
-
-    Raises:
-        ConfigurationError: there are records of another size under these keys.
     """
 
-    def __init__(self, table: str, connection: RedisConnection, record_bytes: int, *, prefix: str = "rowmesh") -> None:
+    def __init__(self, table: str, connection: RedisConnection, record_bytes: int) -> None:
         self.record_bytes, self._connection = record_bytes, connection
-        self._name = f"{connection.name}, keys {prefix}:{table}"
-        self._base = f"{prefix}:{quote(table, safe='')}"  # no colon, so that no key is another table's
-        new = f"{record_bytes} {uuid.uuid4().hex}".encode()
-
-        def mark(pipe: Any) -> None:
-            pipe.set(self._base, new, nx=True)
-            pipe.get(self._base)
-
-        self._mark: bytes = connection.pipeline(mark)[1]
-        if self._mark.split()[0] != new.split()[0]:
-            raise ConfigurationError(
-                f"{self._name} has records of {self._mark.split()[0].decode()} bytes, not {record_bytes}; take another "
-                "prefix, or remove them"
-            )
+        self._lease, self._sums = Lease(connection), RowSums(table)
+        self._base = f"{self._lease.prefix}:{quote(table, safe='')}"  # no colon, so that no key is another table's
+        self._name, self._is_closed = f"{connection.name}, keys {self._base}", False
 
     def get(self, shards: np.ndarray, ids: np.ndarray, records: np.ndarray) -> np.ndarray:
         """See `RecordStore.get`."""
@@ -142,7 +141,8 @@ class RedisRecords:
             groups = _by_shard(shards, ids, chunk)
             answers = self._pipeline(lambda pipe, groups=groups: [pipe.hmget(self._key(s), f) for s, f in groups])
             got = np.empty((len(chunk), self.record_bytes), np.uint8)
-            there = fill([value for answer in answers for value in answer], got, self._name)
+            stored = [value for answer in answers for value in answer]
+            there = fill(self._verified(keys_of(shards[chunk], ids[chunk]), stored), got, self._name)
             records[chunk[there]] = got[there]
             found[chunk] = there
         return found
@@ -151,11 +151,22 @@ class RedisRecords:
         """See `RecordStore.put`."""
         check_batch(self._name, shards, ids, records.shape, self.record_bytes)
         for chunk in _chunks(shards):
-            values = iter(rows_of(records[chunk]))
+            values = iter(self._sums.add(keys_of(shards[chunk], ids[chunk]), rows_of(records[chunk])))
             groups = [
                 (shard, dict(zip(fields, values, strict=False))) for shard, fields in _by_shard(shards, ids, chunk)
             ]
-            self._pipeline(lambda pipe, groups=groups: [pipe.hset(self._key(s), mapping=m) for s, m in groups])
+            self._pipeline(
+                lambda pipe, groups=groups: [pipe.hset(self._key(s), mapping=m) for s, m in groups],
+                [self._key(shard) for shard, _ in groups],
+            )
+
+    def _verified(self, keys: Sequence[bytes], stored: Sequence[bytes | None]) -> list[bytes | None]:
+        try:
+            return self._sums.take(
+                keys, stored, self._name, "resume from a checkpoint, and look at the server's memory"
+            )
+        except DamagedFileError as error:
+            raise StoreError(str(error)) from error
 
     def delete(self, shards: np.ndarray, ids: np.ndarray) -> None:
         """See `RecordStore.delete`."""
@@ -182,24 +193,36 @@ class RedisRecords:
         """What the server does with its disk is its own configuration."""
 
     def close(self) -> None:
-        """See `RecordStore.close`."""
-        self._connection.close()
+        """See `RecordStore.close`; removes the records."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._lease.release()
+            self._connection.close()
 
     def _key(self, shard: int) -> str:
         return f"{self._base}:{shard}"
 
-    def _pipeline(self, fill_in: Callable[[Any], Any]) -> list[Any]:
-        def marked(pipe: Any) -> None:
-            pipe.get(self._base)
+    def _pipeline(self, fill_in: Callable[[Any], Any], keys: Sequence[str] = ()) -> list[Any]:
+        """Sends commands; `keys` are those that they may make."""
+        num_more = 0
+
+        def leased(pipe: Any) -> None:
+            nonlocal num_more
+            pipe.get(self._lease.prefix)
+            before = len(pipe)
+            self._lease.note(pipe, keys)
+            num_more = len(pipe) - before
             fill_in(pipe)
 
-        mark, *answers = self._connection.pipeline(marked)
-        if mark != self._mark:
+        holder, *answers = self._connection.pipeline(leased)
+        if holder != self._lease.holder:
             raise StoreError(
-                f"{self._name}: the server answers and has lost its records, or another run has begun them anew; "
-                "resume from a checkpoint, and let the server keep what it acknowledges (appendonly yes)"
+                f"{self._name}: the server answers and has lost its records, or its lease has run out, as it was "
+                "silent for hours; resume from a checkpoint, and let the server keep what it acknowledges "
+                "(appendonly yes)"
             )
-        return answers
+        self._lease.noted(keys)
+        return answers[num_more:]
 
 
 def _chunks(shards: np.ndarray) -> list[np.ndarray]:
