@@ -10,8 +10,9 @@ import os
 import random
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -497,6 +498,32 @@ def test_after_an_error_of_any_kind_the_next_is_written(ranks: RankPool, tmp_pat
     (tmp_path / "step-000000000").mkdir()  # something to be removed
     found = ranks.run(fail_once, tmp_path, point, action, asynchronous)
     assert found == [([kind] if kind else [], [1, 3, 4] if kind else [1, 2, 3, 4])] * 2
+
+
+def refuse_an_increment(mesh, folder):
+    """One rank has no memory for what it has to write of an increment; returns what each rank is told."""
+    job, said = Job(mesh, tables=STORED), []
+    with Checkpoints(folder, {"model": job.model}, every_steps=1, incremental=5, keep_last=9) as checkpoints:
+        for step in (1, 2, 3, 4):
+            job.train(1)
+            is_short = mesh.rank == 1 and step == 2
+            point = "rowmesh.checkpoint.snapshot.StoreSnapshot.open"
+            try:
+                with mock.patch(point, side_effect=MemoryError()) if is_short else nullcontext():
+                    checkpoints.step(step)
+            except CheckpointError as error:
+                said.append(str(error))
+    job.close()
+    return said, Series(folder).steps()
+
+
+def test_an_increment_that_one_rank_has_no_memory_for_fails_on_all(ranks: RankPool, tmp_path):
+    (own, steps), others = ranks.run(refuse_an_increment, tmp_path)
+    assert (own, steps) == others
+    assert len(own) == 1
+    assert "rank 1 cannot write the checkpoint in" in own[0]
+    assert "Cannot allocate memory; free memory" in own[0]
+    assert steps == [1, 3, 4]
 
 
 def test_where_memory_is_short_for_what_changed_the_next_is_full(tmp_path, monkeypatch: pytest.MonkeyPatch):

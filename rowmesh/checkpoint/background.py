@@ -50,7 +50,11 @@ def save_increment(
     peers: Peers | None = None,
 ) -> None:
     """Writes the rows that changed since another checkpoint, and waits for the disk; see `checkpoint.save`."""
-    snapshot = Snapshot(embeddings, 0 if peers is None else peers.rank, base.changed)
+    try:
+        snapshot = Snapshot(embeddings, 0 if peers is None else peers.rank, base.changed)
+    except Exception as error:  # the other ranks wait
+        save(folder, _failed(as_refusal(error)), dense, metadata=metadata, peers=peers)
+        raise
     increment = Increment(base.parent, snapshot.changed_rows)
     try:
         save(folder, snapshot, dense, metadata=metadata, peers=peers, increment=increment)
@@ -173,8 +177,7 @@ class BackgroundSave:
 
     def _save(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         if self._failure is not None or self._snapshot is None:
-            failed = cast("RowHolder", _Failed(self._failure))
-            save(folder, failed, dense, metadata=metadata, peers=self._peers)
+            save(folder, _failed(self._failure), dense, metadata=metadata, peers=self._peers)
             return
         rows = self._snapshot
         rows.wait_ahead()
@@ -182,6 +185,10 @@ class BackgroundSave:
         save(folder, rows, dense, metadata=metadata, peers=self._peers, increment=increment, beside_steps=True)
         with contextlib.suppress(OSError, MemoryError):  # the next one takes its memory when it wants it
             rows.prepare_next()
+
+
+def _failed(failure: Exception | None) -> RowHolder:
+    return cast("RowHolder", _Failed(failure))
 
 
 class _Failed:
