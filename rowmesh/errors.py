@@ -76,6 +76,13 @@ class CheckpointError(RowmeshError, RuntimeError):
     """A checkpoint cannot be written, or what is read does not fit: names the table, rank or file."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint does not hold what was written, or lacks a part of it, which is proven: names the file.
+
+    A checkpoint that is whole and does not fit what it is read into is another error: it may be of use elsewhere.
+    """
+
+
 class UnreadableError(CheckpointError):
     """The system refused to read a checkpoint now (too many open files, say), whatever is in it: try again."""
 

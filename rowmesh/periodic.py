@@ -14,8 +14,8 @@ from weakref import finalize
 from rowmesh.checkpoint.series import Series
 from rowmesh.checkpoint.write import WRITING
 from rowmesh.checkpoint.writer import Rules, Writer
-from rowmesh.errors import CheckpointError, ConfigurationError, UnreadableError
-from rowmesh.files.advice import described
+from rowmesh.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from rowmesh.files.advice import as_refusal, described
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import utc_text
@@ -113,7 +113,7 @@ class Checkpoints:
             if is_well:
                 self.wait()
         finally:
-            end_turn(self._parts.tables.collections)
+            end_turn(self._parts.tables.collections, self)
             self._writer.close()
             if self._leave is not None:
                 self._leave()
@@ -124,7 +124,7 @@ class Checkpoints:
         return self._writer.last
 
     def resume(self) -> dict[str, Any]:
-        """Loads the newest one that is not damaged, if there is any, and removes those after it.
+        """Loads the newest one that is not damaged, if there is any, and removes those after it, which are.
 
         Rows, modules, optimizers and whatever else has a state dictionary are as they were after step `last`, on any
         number of ranks, under any plan; so are the random numbers of torch, NumPy and Python, by which dropout draws.
@@ -133,22 +133,27 @@ class Checkpoints:
             The plain values that were given to `step` or `write`; nothing where there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank: all are damaged or do not fit; says how. Or the system refused to read one,
-                which says nothing of it: none is removed. Or the folder cannot be written in.
+            CheckpointError: on every rank: all are damaged; says how. Or one that is not damaged does not fit what it
+                is loaded into, or the system refused to read it, which says nothing of it: none is removed, and some of
+                the state may be loaded. Or the folder cannot be written in, or what was written beside steps before
+                could not be.
             RowmeshError: on every rank: another loop or run has its checkpoints there.
         """
         mesh, reasons = self._parts.tables.mesh, []
+        wait_for_those_before(self._parts.tables.collections)  # one that is not whole yet would be removed
+        self.wait()
         steps = on_rank_0(mesh, FINDING, self._claimed_steps)
         for step in reversed(steps):
             try:
                 saved = read(self._series.at(step), self._state)
-            except UnreadableError:
-                raise
-            except CheckpointError as error:
+            except DamagedCheckpointError as error:
                 reasons.append(str(error))
                 if step != steps[0] and mesh.rank == 0:
                     logger.warning(f"not resumed from step {step:,}: {error}")
                 continue
+            except CheckpointError as error:
+                text = f"cannot go on from {self._series.at(step)}, which is not known to be damaged: {error}"
+                raise type(error)(f"{text}. No checkpoint was removed") from error
             on_rank_0(mesh, FINDING, lambda step=step: self._series.remove_after(step))
             self._writer.last = self._tried = step
             self._may_write = True
@@ -197,6 +202,7 @@ class Checkpoints:
         self._check_begun()
         tables, values = self._parts.tables, dict(values or {})
         wait_for_those_before(tables.collections)
+        self.wait()
         if both := sorted(set(values) & set(self._state)):
             raise ConfigurationError(f"{both[0]!r} is a value and a part of the state too; give the value another name")
         if step == self.last > 0:
@@ -206,7 +212,7 @@ class Checkpoints:
         self._tried = step
         try:
             self._writer.begin(step, dense, {"steps": step, "written": utc_text()})
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise _failure(step, error) from error
         if self._writer.under_way is not None:
             take_turn(tables.collections, self)
@@ -217,14 +223,16 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank: it cannot be written.
         """
-        step = self._writer.under_way
-        if step is None:
+        if (step := self._writer.under_way) is None:
+            end_turn(self._parts.tables.collections, self)
             return
-        end_turn(self._parts.tables.collections)
         try:
             self._writer.wait()
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise _failure(step, error) from error
+        finally:
+            if self._writer.under_way is None:  # else this was interrupted, and it is written still
+                end_turn(self._parts.tables.collections, self)
 
     def _checked(self, step: int) -> int:
         """A step that can come now."""
@@ -261,5 +269,6 @@ class Checkpoints:
         return self._series.steps()
 
 
-def _failure(step: int, error: OSError) -> CheckpointError:
-    return CheckpointError(f"the checkpoint after step {step:,} cannot be written: {described(error)}")
+def _failure(step: int, error: OSError | MemoryError) -> CheckpointError:
+    reason = described(why) if isinstance(why := as_refusal(error), OSError) else str(why)
+    return CheckpointError(f"the checkpoint after step {step:,} cannot be written: {reason}")

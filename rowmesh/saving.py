@@ -6,7 +6,7 @@ The rows are as `rowmesh.checkpoint` writes them, by table and row; the other st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.together import on_every_rank
+from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import CheckpointError
 from rowmesh.mesh import Mesh
 from rowmesh.parts import Parts, check_plain
 from rowmesh.random_states import RANDOM_STATES
-from rowmesh.turns import take_turn, wait_for_those_before
+from rowmesh.turns import end_turn, take_turn, wait_for_those_before
 
 logger = logging.getLogger("rowmesh")
 
@@ -69,8 +70,9 @@ def save(
 class Saving:
     """A model that is being written while training goes on; `async_save` gives it."""
 
-    def __init__(self, save: BackgroundSave) -> None:
-        self._save = save
+    def __init__(self, save: BackgroundSave, collections: Sequence[EmbeddingCollection]) -> None:
+        self._save, self._collections = save, collections
+        take_turn(collections, self)
 
     @property
     def is_done(self) -> bool:
@@ -81,10 +83,18 @@ class Saving:
         """Waits until the model is on disk, so long at most; returns whether it is. Every rank calls it.
 
         Raises:
-            CheckpointError: on every rank, as `save`. It is raised by the next `async_save` too.
+            CheckpointError: on every rank, as `save`. Where this was not called, the next that writes or sets these
+                rows raises it, once.
             PeerError: as `save`.
         """
-        return self._save.wait(timeout_s)
+        try:
+            is_written = self._save.wait(timeout_s)
+        except Exception:  # which says that it has ended; an interrupt does not
+            end_turn(self._collections, self)
+            raise
+        if is_written:
+            end_turn(self._collections, self)
+        return is_written
 
 
 def async_save(
@@ -112,7 +122,7 @@ def async_save(
             them. Default: a quarter of what is available, shared by the ranks of a host.
 
     Raises:
-        CheckpointError: as `save`; also where the one before could not be written.
+        CheckpointError: as `save`; also where the one before could not be written, and nobody waited for that.
         ConfigurationError, PeerError: as `save`.
 
     Example:
@@ -131,9 +141,8 @@ def async_save(
     peers = parts.tables.mesh.with_process_group("async_save").peers
     hosts = parts.tables.mesh.hosts
     room = Room(copy_bytes, sharers=hosts.count(hosts[parts.tables.mesh.rank]))
-    saving = Saving(BackgroundSave(folder, parts.tables, dense, metadata=metadata, peers=peers, room=room))
-    take_turn(collections, saving)
-    return saving
+    save = BackgroundSave(folder, parts.tables, dense, metadata=metadata, peers=peers, room=room)
+    return Saving(save, collections)
 
 
 def _state_for(folder: Path, parts: Parts, *, overwrite: bool) -> dict[str, Any]:

@@ -10,17 +10,20 @@ _NAME = "_written_beside_training"
 
 
 class _Awaited(Protocol):
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Waits until it has ended, well or not, and ends its turn then: an interrupt does not."""
+        ...
 
 
 def wait_for_those_before(collections: Iterable[Any]) -> None:
     """Waits until nothing of these is being written beside training. Collective.
 
     Raises:
-        CheckpointError: it could not be.
+        CheckpointError: it could not be. That is said once: by this, or by who waited before.
     """
-    for before in filter(None, [vars(each).pop(_NAME, None) for each in collections]):
-        before.wait()
+    for each in collections:
+        if (before := vars(each).get(_NAME)) is not None:
+            before.wait()
 
 
 def take_turn(collections: Iterable[Any], saving: _Awaited) -> None:
@@ -29,7 +32,8 @@ def take_turn(collections: Iterable[Any], saving: _Awaited) -> None:
         vars(each)[_NAME] = saving
 
 
-def end_turn(collections: Iterable[Any]) -> None:
-    """Says that these are being written no more."""
+def end_turn(collections: Iterable[Any], saving: _Awaited) -> None:
+    """Says that it writes these no more."""
     for each in collections:
-        vars(each).pop(_NAME, None)
+        if vars(each).get(_NAME) is saving:
+            del vars(each)[_NAME]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import json
 import logging
+import os
 import random
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +24,9 @@ from rowmesh.averaged_rows import AveragedRows
 from rowmesh.checkpoint import read_manifest
 from rowmesh.checkpoint.series import Series
 from rowmesh.cli import checkpoint
-from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError
+from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError, UnreadableError
 from rowmesh.faults import arm
+from rowmesh.files.manifest import own_sum
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
 from tests.support.ranks import RankPool
@@ -197,6 +202,162 @@ def test_where_all_are_damaged_nothing_is_begun(tmp_path):
     assert Series(tmp_path).steps() == [1]
 
 
+class Part:
+    """A part of a state that can refuse what is loaded."""
+
+    refusal: Exception | None = None
+
+    def state_dict(self):
+        return {"at": 1}
+
+    def load_state_dict(self, state):
+        if self.refusal is not None:
+            raise self.refusal
+
+
+def sharing(fitting):
+    """Another part than what the checkpoints have."""
+    return {**fitting, "schedule": Part()}
+
+
+def refusing(fitting):
+    part = Part()
+    part.refusal = ValueError("not now")
+    return {**fitting, "part": part}
+
+
+def with_other_rows(fitting):
+    return {**fitting, "tables": EmbeddingCollection([TableSpec(name="item", num_rows=11, dim=4)])}
+
+
+def with_other_tables(fitting):
+    return {**fitting, "tables": EmbeddingCollection([TableSpec(name="page", num_rows=10, dim=4)])}
+
+
+@pytest.mark.parametrize("change", [sharing, refusing, with_other_rows, with_other_tables])
+def test_one_that_does_not_fit_is_an_error_and_stays(tmp_path, change):
+    def state():
+        return {"tables": one_table(), "part": Part()}
+
+    with Checkpoints(tmp_path, state(), every_steps=1, incremental=1, keep_last=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.step(step)
+    with (
+        Checkpoints(tmp_path, change(state())) as checkpoints,
+        pytest.raises(
+            CheckpointError, match=r"cannot go on from .*step-000000003, .*\. No checkpoint was removed"
+        ) as error,
+    ):
+        checkpoints.resume()
+    assert type(error.value) is CheckpointError
+    assert Series(tmp_path).steps() == [1, 2, 3]
+    with Checkpoints(tmp_path, state()) as checkpoints:
+        checkpoints.resume()
+        assert checkpoints.last == 3
+
+
+def of_a_later_version(manifest):
+    values = json.loads(manifest.read_text())
+    del values["xxh3_64"]
+    values["format"] = 99
+    manifest.write_text(json.dumps({**values, "xxh3_64": own_sum(values)}))
+
+
+@pytest.mark.parametrize("step", [2, 3])  # the newest, and what it adds to
+def test_one_of_a_later_version_stays(tmp_path, step):
+    with Checkpoints(tmp_path, {"tables": one_table()}, every_steps=1, incremental=1, keep_last=3) as checkpoints:
+        for each in (1, 2, 3):
+            checkpoints.step(each)
+    assert read_manifest(Series(tmp_path).at(3)).parent is None
+    of_a_later_version(Series(tmp_path).at(step) / "manifest.json")
+    if step == 2:
+        (tmp_path / "step-000000003" / "manifest.json").unlink()
+    with (
+        Checkpoints(tmp_path, {"tables": one_table()}) as checkpoints,
+        pytest.raises(CheckpointError, match=r"has format 99; .*No checkpoint was removed"),
+    ):
+        checkpoints.resume()
+    assert (Series(tmp_path).at(step) / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ENOMEM])
+@pytest.mark.parametrize("step", [1, 2], ids=["parent", "newest"])
+def test_one_that_cannot_be_read_now_stays(tmp_path, monkeypatch: pytest.MonkeyPatch, number, step):
+    job = Job(Mesh(), tables=STORED)
+    with Checkpoints(tmp_path, {"model": job.model}, every_steps=1, incremental=1) as checkpoints:
+        for each in (1, 2):
+            job.train(1)
+            checkpoints.step(each)
+    assert read_manifest(Series(tmp_path).at(2)).parent is not None
+    refused, opened = str(Series(tmp_path).at(step) / "manifest.json"), Path.read_text
+
+    def refuse(path, *arguments, **options):
+        if str(path) == refused:
+            raise OSError(number, os.strerror(number), refused)
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with (
+        Checkpoints(tmp_path, {"model": Job(Mesh(), tables=STORED).model}) as checkpoints,
+        pytest.raises(UnreadableError, match=rf"step-000000002.*{os.strerror(number)}.*No checkpoint was removed"),
+    ):
+        checkpoints.resume()
+    monkeypatch.undo()
+    assert Series(tmp_path).steps() == [1, 2]
+    with Checkpoints(tmp_path, {"model": Job(Mesh(), tables=STORED).model}) as checkpoints:
+        checkpoints.resume()
+        assert checkpoints.last == 2
+
+
+def refuse_on_rank_1(mesh, folder, kind):
+    """One rank's part does not fit; returns what each rank got, and where all of them go on then."""
+    part, embeddings = Part(), EmbeddingCollection([TableSpec(name="item", num_rows=10, dim=4)], mesh=mesh)
+    with Checkpoints(folder, {"tables": embeddings, "part": part}) as checkpoints:
+        if mesh.rank == 1:
+            part.refusal = kind("not now")
+        try:
+            checkpoints.resume()
+        except (CheckpointError, kind) as error:
+            told = type(error).__name__
+        part.refusal = None
+        checkpoints.resume()
+        return told, checkpoints.last
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_where_one_rank_cannot_load_one_all_learn_it_and_it_stays(ranks: RankPool, tmp_path, kind):
+    with Checkpoints(tmp_path, {"tables": one_table(), "part": Part()}) as checkpoints:
+        for step in (1, 2):
+            checkpoints.write(step)
+    told = "CheckpointError" if kind is ValueError else kind.__name__
+    assert ranks.run(refuse_on_rank_1, tmp_path, kind) == [("CheckpointError", 2), (told, 2)]
+
+
+def test_one_that_is_written_elsewhere_and_fails_costs_none(tmp_path):
+    embeddings = one_table()
+    with Checkpoints(tmp_path / "series", {"tables": embeddings}) as checkpoints:
+        for step in (2, 3):
+            checkpoints.write(step)
+        with arm("checkpoint.write_rows=ENOSPC"):
+            saving = rowmesh.async_save(tmp_path / "elsewhere", {"tables": embeddings})
+            while not saving.is_done:
+                time.sleep(0.01)
+        with pytest.raises(CheckpointError, match="elsewhere"):  # nobody waited
+            checkpoints.resume()
+        checkpoints.resume()
+        assert checkpoints.last == 3
+    assert Series(tmp_path / "series").steps() == [2, 3]
+
+
+def test_one_that_is_being_written_is_resumed_from(tmp_path):
+    with late(), Checkpoints(tmp_path, {"tables": small()}, asynchronous=True) as checkpoints:
+        checkpoints.write(1)
+        checkpoints.write(2)
+        checkpoints.resume()
+        assert checkpoints.last == 2
+    assert Series(tmp_path).steps() == [1, 2]
+
+
 def test_the_command_line_shows_them(tmp_path, capsys: pytest.CaptureFixture[str]):
     with Checkpoints(tmp_path, {"tables": one_table()}, every_steps=1, incremental=1) as checkpoints:
         checkpoints.step(1)
@@ -293,6 +454,89 @@ def fail_beside_steps(mesh, folder):
 
 def test_one_that_cannot_be_written_is_raised_on_every_rank_and_the_next_is(ranks: RankPool, tmp_path: Path):
     assert ranks.run(fail_beside_steps, tmp_path) == [([1, 4], None)] * 2
+
+
+def no_memory():
+    raise MemoryError
+
+
+def no_luck():
+    raise KeyError("no luck")
+
+
+def fail_once(mesh, folder, point, action, asynchronous):
+    """One rank meets an error of any kind; returns what the next calls raise, and which checkpoints there are."""
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=50, dim=4)], mesh=mesh)
+    options = {"every_steps": 1, "asynchronous": asynchronous, "incremental": 3, "keep_last": 9}
+    failures = []
+    with Checkpoints(folder, {"tables": embeddings}, **options) as checkpoints:
+        checkpoints.step(1)
+        checkpoints.wait()
+        for step in (2, 3, 4):
+            with arm(point=point, action=action) if mesh.rank == 0 and step == 2 else arm(""):
+                try:
+                    checkpoints.step(step)
+                    checkpoints.wait()
+                except Exception as error:
+                    failures.append(type(error).__name__)
+        rowmesh.load(Series(folder).at(4), {"tables": embeddings})
+        assert checkpoints.last == 4
+    embeddings.close()
+    return failures, Series(folder).steps()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["between steps", "beside steps"])
+@pytest.mark.parametrize(
+    ("point", "action", "kind"),
+    [
+        ("checkpoint.write_dense", no_memory, "CheckpointWriteError"),
+        ("checkpoint.write_dense", no_luck, "CheckpointError"),
+        ("checkpoint.prune", no_memory, ""),
+    ],
+)
+def test_after_an_error_of_any_kind_the_next_is_written(ranks: RankPool, tmp_path, point, action, kind, asynchronous):
+    (tmp_path / "step-000000000").mkdir()  # something to be removed
+    found = ranks.run(fail_once, tmp_path, point, action, asynchronous)
+    assert found == [([kind] if kind else [], [1, 3, 4] if kind else [1, 2, 3, 4])] * 2
+
+
+def refuse_an_increment(mesh, folder):
+    """One rank has no memory for what it has to write of an increment; returns what each rank is told."""
+    job, said = Job(mesh, tables=STORED), []
+    with Checkpoints(folder, {"model": job.model}, every_steps=1, incremental=5, keep_last=9) as checkpoints:
+        for step in (1, 2, 3, 4):
+            job.train(1)
+            is_short = mesh.rank == 1 and step == 2
+            point = "rowmesh.checkpoint.snapshot.StoreSnapshot.open"
+            try:
+                with mock.patch(point, side_effect=MemoryError()) if is_short else nullcontext():
+                    checkpoints.step(step)
+            except CheckpointError as error:
+                said.append(str(error))
+    job.close()
+    return said, Series(folder).steps()
+
+
+def test_an_increment_that_one_rank_has_no_memory_for_fails_on_all(ranks: RankPool, tmp_path):
+    (own, steps), others = ranks.run(refuse_an_increment, tmp_path)
+    assert (own, steps) == others
+    assert len(own) == 1
+    assert "rank 1 cannot write the checkpoint in" in own[0]
+    assert "Cannot allocate memory; free memory" in own[0]
+    assert steps == [1, 3, 4]
+
+
+def test_where_memory_is_short_for_what_changed_the_next_is_full(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    job = Job(Mesh(), tables=STORED)
+    with Checkpoints(tmp_path, {"model": job.model}, every_steps=1, incremental=9, keep_last=9) as checkpoints:
+        for step in (1, 2, 3, 4):
+            job.train(1)
+            with monkeypatch.context() as patch:
+                if step == 2:
+                    patch.setattr("rowmesh.checkpoint.changes._on_host", lambda marks: no_memory())
+                checkpoints.step(step)
+    depths = [read_manifest(Series(tmp_path).at(step)).depth for step in (1, 2, 3, 4)]
+    assert depths == [0, 0, 0, 1]
 
 
 class LoopError(Exception):

@@ -484,13 +484,22 @@ def test_a_model_saved_beside_training_is_that_of_the_moment(ranks: RankPool, tm
 
 def fail_beside_training(mesh, folder):
     job = Job(mesh, tables=STORED).train(1)
-    with arm("checkpoint.write_rows=ENOSPC" if mesh.rank == 1 else ""):
-        saving = rowmesh.async_save(folder / "model", job.state)
-        job.train(1)
-        while not saving.is_done:
-            time.sleep(0.01)
-    with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint .*No space left"):
-        saving.wait()
+    rowmesh.save(folder / "before", job.state)
+
+    def fail(name):
+        with arm("checkpoint.write_rows=ENOSPC" if mesh.rank == 1 else ""):
+            saving = rowmesh.async_save(folder / name, job.state)
+            job.train(1)
+            while not saving.is_done:
+                time.sleep(0.01)
+        return saving
+
+    saving = fail("model")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint .*No space left"):
+            saving.wait()
+    rowmesh.load(folder / "before", job.state)  # it was said
+    fail("model")
     with pytest.raises(CheckpointError, match=r"rank 1 cannot write the checkpoint"):  # whoever did not wait learns it
         rowmesh.async_save(folder / "next", job.state)
     rowmesh.async_save(folder / "next", job.state).wait()

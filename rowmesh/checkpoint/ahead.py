@@ -7,7 +7,6 @@ for, in the order in which they are written, and steps pay for the time that thi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from rowmesh.checkpoint.room import Copies
 from rowmesh.errors import RowmeshError
+from rowmesh.worker import Worker
 
 
 class Shard(Protocol):
@@ -46,7 +46,7 @@ class ReadAhead:
 
     def __init__(self, shards: Iterable[Shard], copies: Copies) -> None:
         self._shards, self._copies = shards, copies
-        self._thread = threading.Thread(target=self._run, name="rowmesh checkpoint, reading", daemon=True)
+        self._thread = Worker(target=self._run, name="rowmesh checkpoint, reading", daemon=True)
         self._is_begun = False
         self.failure: Exception | None = None
         try:
@@ -55,6 +55,9 @@ class ReadAhead:
         except RuntimeError as error:  # the system has no more threads
             self.failure = error
             copies.has_ended.set()
+        except BaseException:  # it may have begun, and nobody would end it
+            copies.close()
+            raise
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until it has read all, or as much as there is memory for: steps run beside one thread, not two."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from threading import Thread, main_thread
+from threading import main_thread
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -17,7 +17,9 @@ from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.snapshot import Changed, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
+from rowmesh.files.advice import as_refusal
 from rowmesh.mesh.peers import Peers
+from rowmesh.worker import Worker
 
 if TYPE_CHECKING:
     from rowmesh.checkpoint.write import RowHolder
@@ -48,7 +50,11 @@ def save_increment(
     peers: Peers | None = None,
 ) -> None:
     """Writes the rows that changed since another checkpoint, and waits for the disk; see `checkpoint.save`."""
-    snapshot = Snapshot(embeddings, 0 if peers is None else peers.rank, base.changed)
+    try:
+        snapshot = Snapshot(embeddings, 0 if peers is None else peers.rank, base.changed)
+    except Exception as error:  # the other ranks wait
+        save(folder, _failed(as_refusal(error)), dense, metadata=metadata, peers=peers)
+        raise
     increment = Increment(base.parent, snapshot.changed_rows)
     try:
         save(folder, snapshot, dense, metadata=metadata, peers=peers, increment=increment)
@@ -68,7 +74,7 @@ class BackgroundSave:
         peers: the ranks, of a process group that nothing else uses meanwhile; default: this process alone.
         base: of an increment: what it adds to, and what changed since; None: all rows are written.
         room: for pre-images and copies, which stays for the next one; default: of its own.
-        at_end: called when it is on disk, by the thread that wrote it.
+        at_end: called when it is on disk, by the thread that wrote it; raises nothing.
     """
 
     def __init__(
@@ -84,7 +90,8 @@ class BackgroundSave:
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
         copied = io.BytesIO()
-        self._peers, self._error, self._base, self._at_end = peers or Peers(), None, base, at_end
+        self._peers, self._base, self._at_end = peers or Peers(), base, at_end
+        self._error: BaseException | None = None
         self._failure: Exception | None = None
         self._snapshot: Snapshot | None = None
         try:
@@ -93,22 +100,28 @@ class BackgroundSave:
             if self._peers.rank == 0:
                 torch.save(dict(dense), copied)
         except Exception as error:  # the other ranks' threads wait for this one's
-            self._failure = _refusal(error)
+            self._failure = as_refusal(error)
+        except BaseException:
+            self._close_snapshot()
+            raise
         arguments = (folder, copied.getbuffer(), dict(metadata or {}))
-        self._thread: Thread | None = None
+        # No daemon: a program that ends waits for what it began to write.
+        self._thread = Worker(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=False)
         try:
-            # No daemon: a program that ends waits for what it began to write.
-            thread = Thread(target=self._run, args=arguments, name="rowmesh checkpoint", daemon=False)
-            thread.start()
-            self._thread = thread
+            self._thread.start()
         except RuntimeError as error:
             self._failure = self._failure or OSError(errno.EAGAIN, str(error))
-            self._run(*arguments)
+            self._thread.run()
+            if self._error is not None and not isinstance(self._error, Exception):
+                raise self._error from None
+        except BaseException:  # nobody would wait for it: it fails by itself, on all ranks
+            self._close_snapshot()
+            raise
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once on this rank."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._thread.has_ended
 
     @property
     def snapshot(self) -> Snapshot:
@@ -127,8 +140,7 @@ class BackgroundSave:
         Raises:
             CheckpointWriteError, CheckpointError, PeerError: as `checkpoint.save`.
         """
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._join(timeout_s)
         if not self.is_done:
             return False
         if self._error is not None:
@@ -137,20 +149,26 @@ class BackgroundSave:
 
     def cancel(self) -> None:
         """Ends it, here and at other ranks, and removes what was written; for runs that fail."""
-        if self._snapshot is not None:
-            self._snapshot.close()
+        self._close_snapshot()
         if not self.is_done:
             self._peers.abort()
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
+
+    def _join(self, timeout_s: float | None = None) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _close_snapshot(self) -> None:
+        """Steps save no rows any more."""
+        if self._snapshot is not None:
+            self._snapshot.close()
 
     def _run(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         try:
             try:
                 self._save(folder, dense, metadata)
             finally:
-                if self._snapshot is not None:
-                    self._snapshot.close()
+                self._close_snapshot()
             self._at_end()
         except BaseException as error:  # raised where it is waited for
             self._error = error
@@ -159,21 +177,18 @@ class BackgroundSave:
 
     def _save(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         if self._failure is not None or self._snapshot is None:
-            failed = cast("RowHolder", _Failed(self._failure))
-            save(folder, failed, dense, metadata=metadata, peers=self._peers)
+            save(folder, _failed(self._failure), dense, metadata=metadata, peers=self._peers)
             return
         rows = self._snapshot
         rows.wait_ahead()
         increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
         save(folder, rows, dense, metadata=metadata, peers=self._peers, increment=increment, beside_steps=True)
-        rows.prepare_next()
+        with contextlib.suppress(OSError, MemoryError):  # the next one takes its memory when it wants it
+            rows.prepare_next()
 
 
-def _refusal(error: Exception) -> Exception:
-    """A lack of memory as an error of the system, which another checkpoint may not meet; torch has no class for it."""
-    if isinstance(error, MemoryError) or "allocate memory" in str(error):
-        return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    return error
+def _failed(failure: Exception | None) -> RowHolder:
+    return cast("RowHolder", _Failed(failure))
 
 
 class _Failed:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rowmesh.checkpoint.files import SavedArray, SavedFiles, cannot_read
 from rowmesh.checkpoint.manifest import MANIFEST, ROWS, Manifest, Part, TableEntry, as_numpy, row_dtype, step_name
-from rowmesh.errors import CheckpointError
+from rowmesh.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from rowmesh.ops.ranges import intersect
 
 CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
@@ -71,22 +71,34 @@ def _parent(child: Link, place: Path) -> Link:
     wanted = child.manifest.parent
     assert wanted is not None
     what = f"{child.folder} is an increment of step {wanted.step:,}"
-    if not (place / MANIFEST).exists():
-        raise CheckpointError(f"{what}, and {place} is missing; restore it from a copy, or take an older checkpoint")
+    if _is_missing(place / MANIFEST):
+        kind = UnreadableError if place.is_symlink() else DamagedCheckpointError  # its disk may not be mounted now
+        raise kind(f"{what}, and {place} is missing; restore it from a copy, or take an older checkpoint")
     try:
         manifest = read_manifest(place)
     except CheckpointError as error:
-        raise CheckpointError(f"{what}, which cannot be read: {error}") from None
+        raise type(error)(f"{what}, which cannot be read: {error}") from None
     is_same = manifest.identity == wanted.identity and manifest.depth == wanted.depth
     if not is_same and (manifest.parent is not None or manifest.replaces != wanted.identity):
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{what}, but of another one than {place}: of files {wanted.identity.folder}, digest "
             f"{wanted.identity.digest or 'none'}, and not {manifest.folder}, {manifest.digest or 'none'}; restore that "
             "one from a copy, or take an older checkpoint"
         )
     if (own := _shapes(child.manifest)) != (other := _shapes(manifest)):
-        raise CheckpointError(f"{what}, and has other tables: {own}, and {place} {other}")
+        raise DamagedCheckpointError(f"{what}, and has other tables: {own}, and {place} {other}")
     return Link(place, manifest)
+
+
+def _is_missing(path: Path) -> bool:
+    """Whether it is known that there is no such file; not where the system does not let that be known."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[object, ...]]:
@@ -132,7 +144,7 @@ class SavedTable:
                 found += sum(len(wanted) for _, _, wanted in common)
         _do_all(copies)
         if found != len(numbers):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"table {self._name!r}: {len(numbers) - found} of {len(numbers)} rows are in no file of "
                 f"{self._files.folder}"
             )
@@ -155,12 +167,12 @@ class _Changed:
         self._places = order  # in all parts, one after the other
         self._firsts = np.cumsum([0, *(part.count for part in entry.parts)])
         if len(rows) and not 0 <= self._rows[0] <= self._rows[-1] < entry.num_rows:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"table {name!r}: an increment in {files.folder} has rows {self._rows[0]:,} to {self._rows[-1]:,} of "
                 f"{entry.num_rows:,}"
             )
         if len(twice := np.flatnonzero(self._rows[1:] == self._rows[:-1])):
-            raise CheckpointError(f"table {name!r}: row {self._rows[twice[0]]:,} is twice in {files.folder}")
+            raise DamagedCheckpointError(f"table {name!r}: row {self._rows[twice[0]]:,} is twice in {files.folder}")
 
     def fill(self, numbers: range, targets: Mapping[str, Tensor]) -> None:
         """Copies those of the rows that it has."""

@@ -47,22 +47,23 @@ class Changes:
         """What was updated since the last call, and notes anew; to be called between two steps.
 
         Returns:
-            What changed; None where that is not known: the first time, where rows changed otherwise, and where a store
-            of demoted ids does not answer.
+            What changed; None where that is not known: the first time, where rows changed otherwise, where a store of
+            demoted ids does not answer, and where there is no memory for it.
         """
         self._embeddings.synchronize()
         found, known_before = None, self._known
-        if self._epoch == self._embeddings.row_epoch:
-            found = Changed({number: _on_host(marks) for number, marks in self._marks.items()}, known_before)
-        self._epoch, self._marks, self._known = self._embeddings.row_epoch, {}, {}
         stores: dict[int, RowStore] = {}
         try:
+            if self._epoch == self._embeddings.row_epoch:
+                found = Changed({number: _on_host(marks) for number, marks in self._marks.items()}, known_before)
+            self._epoch, self._marks, self._known = self._embeddings.row_epoch, {}, {}
             for store, num_slots in self._find_stores():
                 stores[id(store)] = store
                 before = self._marks.get(id(store))
                 if before is None or len(before) < num_slots:
                     self._marks[id(store)] = _no_marks(store, num_slots)
-        except StoreError:  # other ranks go on: whoever needs the store says it on all of them
+        except (StoreError, MemoryError, torch.OutOfMemoryError):
+            # Other ranks go on: who needs the store, or the memory, says it on all of them.
             self.close()
             return None
         finally:

@@ -15,29 +15,22 @@ import numpy.typing as npt
 import torch
 
 from rowmesh.checkpoint.manifest import DENSE, Manifest, as_numpy
-from rowmesh.errors import CheckpointError, DamagedFileError, UnreadableError
+from rowmesh.errors import CheckpointError, DamagedCheckpointError, DamagedFileError, UnreadableError
+from rowmesh.files.advice import as_refusal
 from rowmesh.files.verified import VerifiedFile
 
 ADVICE = "restore the file from a copy, or train again; --no-verify (verify=False) reads it as it is"
 UNVERIFIABLE = "has no checksums, since an earlier version wrote it: what is read of it is not verified"
-
-
-_REFUSALS = {
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EAGAIN,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
 
 def cannot_read(text: str, error: Exception) -> CheckpointError:
-    """The error for what could not be read: another one where the system refused, and where it may be damaged."""
-    is_refused = isinstance(error, OSError) and error.errno in _REFUSALS
-    return (UnreadableError if is_refused else CheckpointError)(text)
+    """The error for what could not be read: one where it is missing or damaged, another where the system refused.
+
+    A disk or its connection that fails refuses too: what is on it may be whole.
+    """
+    is_refused = isinstance(error := as_refusal(error), OSError) and error.errno not in _MISSING
+    return (UnreadableError if is_refused else DamagedCheckpointError)(text)
 
 
 class SavedFiles:
@@ -68,14 +61,16 @@ class SavedFiles:
         try:
             offset, found_shape, dtype = _header(file)
         except DamagedFileError as error:
-            raise CheckpointError(f"{name}: {error}") from None
+            raise DamagedCheckpointError(f"{name}: {error}") from None
         except Exception as error:  # NumPy raises many kinds on damaged headers
-            raise CheckpointError(f"{name}: {file.path} cannot be read ({error})") from None
+            raise self._unread(f"{name}: {file.path} cannot be read ({error})", error, names[kind]) from None
         if found_shape != shape or dtype != wanted.dtype:
             raise CheckpointError(f"{name}: {file.path} holds {dtype} {found_shape}, expected {wanted.dtype} {shape}")
         size = offset + math.prod(shape) * dtype.itemsize
         if file.size_bytes < size:
-            raise CheckpointError(f"{name}: {file.path} cannot be read (it has {file.size_bytes:,} bytes of {size:,})")
+            raise DamagedCheckpointError(
+                f"{name}: {file.path} cannot be read (it has {file.size_bytes:,} bytes of {size:,})"
+            )
         return SavedArray(file, offset, shape, dtype, name)
 
     def like(self, name: str) -> torch.Tensor:
@@ -87,8 +82,10 @@ class SavedFiles:
         file = self._open(name, "a checkpoint")
         try:
             _, shape, dtype = _header(file)
+        except DamagedFileError as error:
+            raise DamagedCheckpointError(str(error)) from None
         except Exception as error:  # NumPy raises many kinds on damaged headers
-            raise CheckpointError(f"{file.path} cannot be read ({error})") from None
+            raise self._unread(f"{file.path} cannot be read ({error})", error, name) from None
         return torch.from_numpy(np.empty(1, dtype)).expand(shape)
 
     def dense(self) -> dict[str, Any]:
@@ -102,9 +99,10 @@ class SavedFiles:
             # a copy: the bytes that were verified are loaded, even if the file changes now
             values = torch.load(io.BytesIO(file.read()), weights_only=True, map_location="cpu")
         except DamagedFileError as error:
-            raise CheckpointError(str(error)) from None
+            raise DamagedCheckpointError(str(error)) from None
         except Exception as error:  # torch raises many kinds on damaged files
-            raise CheckpointError(f"{file.path} cannot be read: {str(error) or type(error).__name__}") from None
+            text = f"{file.path} cannot be read: {str(error) or type(error).__name__}"
+            raise self._unread(text, error, DENSE) from None
         if not isinstance(values, dict):
             raise CheckpointError(
                 f"{file.path} cannot be read: it holds {type(values).__name__}, no state dictionaries"
@@ -121,7 +119,7 @@ class SavedFiles:
             try:
                 self._open(name, "a checkpoint").verify()
             except DamagedFileError as error:
-                raise CheckpointError(str(error)) from None
+                raise DamagedCheckpointError(str(error)) from None
         return len(self._checksums), sum(each.size_bytes for each in self._checksums.values())
 
     def _open(self, name: str, what: str) -> VerifiedFile:
@@ -129,11 +127,17 @@ class SavedFiles:
         try:
             return VerifiedFile(path, os.open(path, os.O_RDONLY), self._checksums.get(name), ADVICE)
         except FileNotFoundError:
-            raise CheckpointError(f"{what}: {path} is missing; the checkpoint is incomplete") from None
+            raise DamagedCheckpointError(f"{what}: {path} is missing; the checkpoint is incomplete") from None
         except DamagedFileError as error:
-            raise CheckpointError(f"{what}: {error}") from None
-        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{what}: {error}") from None
+        except (OSError, ValueError, MemoryError) as error:
             raise cannot_read(f"{what}: {path} cannot be read ({error})", error) from None
+
+    def _unread(self, text: str, error: Exception, name: str) -> CheckpointError:
+        """The error where a file makes no sense: what its checksums find whole is not damaged."""
+        if isinstance(as_refusal(error), OSError):
+            return UnreadableError(text)
+        return (CheckpointError if name in self._checksums else DamagedCheckpointError)(text)
 
 
 class SavedArray:
@@ -167,7 +171,7 @@ class SavedArray:
         try:
             data = self._file.read(begin, end)
         except DamagedFileError as error:
-            raise CheckpointError(f"{self._name}: {error}") from None
+            raise DamagedCheckpointError(f"{self._name}: {error}") from None
         return np.ndarray((last - first, *self._shape[1:]), self._dtype, data)[:: numbers.step]
 
 

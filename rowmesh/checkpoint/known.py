@@ -16,7 +16,7 @@ from rowmesh.checkpoint.manifest import KnownEntry, KnownPart, TableEntry
 from rowmesh.dynamic import demoted_records as demoted
 from rowmesh.dynamic.records import NOW, OF_CANDIDATES, OF_IDS, REMOVED, SIZES, SKETCH, TIMES
 from rowmesh.dynamic.saved_shards import SavedShards
-from rowmesh.errors import CheckpointError
+from rowmesh.errors import DamagedCheckpointError
 
 _OF_DEMOTED = (demoted.SIZES, demoted.IDS, demoted.FACTS, demoted.REMOVED)
 NUMBERS = (SIZES, SKETCH, NOW, REMOVED, TIMES, *OF_IDS, *OF_CANDIDATES, *_OF_DEMOTED)
@@ -144,7 +144,7 @@ class _MergedIds:
             own, gone = self._read(place, book.ids), self._read(place, book.removed)
             both = np.concatenate([own, gone])
             if len(np.unique(both)) != len(both):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"table {self._table!r}: an id of shard {shard} is twice in a checkpoint of a chain"
                 )
             ids.append(both)
@@ -155,7 +155,7 @@ class _MergedIds:
         found, first = np.unique(np.concatenate(ids), return_index=True)  # the first is the newest
         kept = all_at[first] >= 0
         if kept.sum() != (wanted := self._num_all(places[0])):
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"table {self._table!r}: shard {shard} {book.verb} {wanted:,} ids, and a chain of {len(places)} "
                 f"checkpoints gives {kept.sum():,}; take an older checkpoint"
             )
@@ -216,7 +216,7 @@ class MergedShards:
         if any(part.demotes for part in self._parts):
             self._demoted = _MergedIds(table, _DEMOTED, self._parts, of_shards, in_order=in_order)
             if len(both := np.intersect1d(self._known.ids, self._demoted.ids)):
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"table {table!r}: a chain of {len(links)} checkpoints has id {both[0]} both in fast memory and "
                     "demoted; take an older checkpoint"
                 )

@@ -53,7 +53,7 @@ import torch
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
-from rowmesh.errors import CheckpointError
+from rowmesh.errors import CheckpointError, DamagedCheckpointError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.manifest import OWN_SUM, own_sum
 
@@ -280,18 +280,22 @@ class Manifest:
         """From the text of the file at `path`, which errors name.
 
         Raises:
-            CheckpointError: it is none, is not what was written, or describes what cannot be: rows in no file or in
-                two, a file elsewhere.
+            DamagedCheckpointError: it is not what was written, or describes what cannot be: rows in no file or in two,
+                a file elsewhere.
+            CheckpointError: it is none, or that of a later version.
         """
         try:
             values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpointError(f"{path} is no checkpoint manifest: {type(error).__name__} {error}") from None
+        try:
+            found = values.pop(OWN_SUM, None) if isinstance(values, dict) else None  # earlier versions wrote none
+            if found not in (None, own_sum(values)):
+                raise DamagedCheckpointError(f"{path} is damaged: {OWN_SUM} is not that of the other keys; {_ADVICE}")
             if values["format"] not in range(FORMAT, DEMOTED_INCREMENT_FORMAT + 1):
                 raise CheckpointError(
                     f"{path} has format {values['format']!r}; this rowmesh reads 1 to {DEMOTED_INCREMENT_FORMAT}"
                 )
-            found = values.pop(OWN_SUM, None)  # earlier versions wrote none
-            if found not in (None, own_sum(values)):
-                raise CheckpointError(f"{path} is damaged: {OWN_SUM} is not that of the other keys; {_ADVICE}")
             values["digest"] = found or ""
             manifest = _ADAPTER.validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
@@ -304,7 +308,7 @@ class Manifest:
         try:
             manifest.check()
         except ValueError as error:
-            raise CheckpointError(f"{path} is damaged: {error}; {_ADVICE}") from None
+            raise DamagedCheckpointError(f"{path} is damaged: {error}; {_ADVICE}") from None
         return manifest
 
     def check(self) -> None:

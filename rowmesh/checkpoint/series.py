@@ -13,26 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from rowmesh.checkpoint.chain import read_chain, read_manifest
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.manifest import MANIFEST, step_name
+from rowmesh.checkpoint.owned import BEST, is_whole, remove
 from rowmesh.errors import CheckpointError
 from rowmesh.faults import reach
-from rowmesh.files.atomic import sync_folder
 from rowmesh.files.lock import exclusive
 
 STEP_PATTERN = r"step-(\d{9,})"
 CLAIM_PATTERN = STEP_PATTERN + r"\.survivors-of-\d+"
-BEST = "best"
 LOCK = ".checkpoints.lock"
 
 
 class Series:
     """The checkpoints in a folder.
+
+    What is none of them stays, whatever it is called: see `rowmesh.checkpoint.owned`.
 
     Args:
         folder: where they are; it need not exist.
@@ -71,7 +71,7 @@ class Series:
 
     def steps(self) -> list[int]:
         """After which steps there are whole checkpoints, from the oldest on."""
-        return sorted(step for step, path in self._found() if (path / MANIFEST).exists())
+        return sorted(step for step, path in self._found() if is_whole(path))
 
     def claim_of(self, step: int, run: int) -> Path:
         """A file that the ranks that write a checkpoint after others died make, so that no others do.
@@ -140,14 +140,6 @@ class Series:
             return list(self.folder.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-
-def remove(path: Path) -> None:
-    """Removes a checkpoint, its manifest first, as far as the system lets it."""
-    with contextlib.suppress(OSError):
-        (path / MANIFEST).unlink(missing_ok=True)
-        sync_folder(path)
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def verify(folder: Path) -> tuple[int, int]:

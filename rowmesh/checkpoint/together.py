@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rowmesh.errors import CheckpointError, UnreadableError
+from rowmesh.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from rowmesh.mesh.peers import Peers
 
 T = TypeVar("T")
@@ -21,6 +21,7 @@ def on_every_rank(peers: Peers, action: Callable[[], T], doing: str) -> T:
 
     Raises:
         UnreadableError: the system let a rank not read.
+        DamagedCheckpointError: every rank on which `action` failed found damage.
         CheckpointError: `action` failed on a rank: with all reasons, each once. A rank on which it failed by another
             error raises that.
         PeerError: another rank is gone or stopped.
@@ -33,10 +34,20 @@ def on_every_rank(peers: Peers, action: Callable[[], T], doing: str) -> T:
     reason = "" if failure is None else str(failure)
     if failure is not None and not isinstance(failure, CheckpointError):
         reason = f"rank {peers.name(peers.rank)}: {type(failure).__name__}: {reason}"
-    everyone = peers.gather([reason, isinstance(failure, UnreadableError)], doing)
+    own = None if failure is None else next((each.__name__ for each in _KINDS if isinstance(failure, each)), "")
+    everyone = peers.gather([own, reason], doing)
     if failure is not None and not isinstance(failure, CheckpointError):
         raise failure
-    if reasons := list(dict.fromkeys(text for text, _ in everyone if text)):
-        kind = UnreadableError if any(is_unreadable for _, is_unreadable in everyone) else CheckpointError
-        raise kind("; ".join(reasons)) from failure
+    if failed := [(kind, text) for kind, text in everyone if kind is not None]:
+        raise _kind_of([kind for kind, _ in failed])("; ".join(dict.fromkeys(text for _, text in failed))) from failure
     return result  # pyright: ignore[reportReturnType]
+
+
+_KINDS = (UnreadableError, DamagedCheckpointError)
+
+
+def _kind_of(kinds: Sequence[str]) -> type[CheckpointError]:
+    """Of what ranks met: damage is proven where no rank failed for another reason."""
+    if UnreadableError.__name__ in kinds:
+        return UnreadableError
+    return DamagedCheckpointError if set(kinds) == {DamagedCheckpointError.__name__} else CheckpointError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from torch import Tensor
 from rowmesh.checkpoint.manifest import (
     DEMOTED_INCREMENT_FORMAT,
     DENSE,
-    FOLDER_PATTERN,
     FORMAT,
     INCREMENT_FORMAT,
     KNOWN_FORMAT,
@@ -42,6 +40,7 @@ from rowmesh.checkpoint.manifest import (
     row_dtype,
 )
 from rowmesh.checkpoint.new_files import NewFiles, Piece, write_whole
+from rowmesh.checkpoint.owned import check_free, remove_files
 from rowmesh.dynamic.demoted_records import IDS as DEMOTED_IDS
 from rowmesh.dynamic.demoted_records import PREFIX
 from rowmesh.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
@@ -49,7 +48,7 @@ from rowmesh.dynamic.records import REMOVED, facts_of
 from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
-from rowmesh.files.advice import advice, may_pass
+from rowmesh.files.advice import advice, as_refusal, may_pass
 from rowmesh.files.atomic import sync_folder, write_text
 from rowmesh.files.checksums import Checksums, Writable
 from rowmesh.mesh.peers import Peers
@@ -157,7 +156,8 @@ def save(
         beside_steps: whether training goes on meanwhile, so that large files are to pass the page cache.
 
     Raises:
-        CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say).
+        CheckpointWriteError: on every rank, where the system let a rank not write (disk full, say). Where it is the
+            last step that failed, of which the message tells, the new checkpoint has its place nevertheless.
         CheckpointError: on every rank, where a rank failed otherwise.
         PeerError: another rank is gone, or stopped, or took longer than the process group waits; names it.
     """
@@ -194,6 +194,7 @@ class _Written(NamedTuple):
 
 def _prepare(folder: Path, target: Path) -> None:
     reach("checkpoint.prepare", folder)
+    check_free(folder)
     target.mkdir(parents=True)
     sync_folder(folder)
 
@@ -316,8 +317,13 @@ def _manifest(
 
 def _publish(folder: Path, manifest: Manifest) -> None:
     reach("checkpoint.publish", folder)
-    write_text(folder / MANIFEST, manifest.to_json())
-    reach("checkpoint.published", folder)
+    try:
+        write_text(folder / MANIFEST, manifest.to_json())
+        reach("checkpoint.published", folder)
+    except OSError as error:
+        if _is_published(folder, manifest.folder):
+            raise _UnsyncedError(error) from error
+        raise
 
 
 def _is_published(folder: Path, token: str) -> bool:
@@ -331,12 +337,7 @@ def _is_published(folder: Path, token: str) -> bool:
 def _remove_others(folder: Path, keep: str) -> None:
     """Removes former checkpoints and what interrupted writes left, as far as the system lets it."""
     reach("checkpoint.remove_former", folder)
-    for path in folder.iterdir():
-        if re.fullmatch(FOLDER_PATTERN, path.name) and path.name != keep:
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith((f"{MANIFEST}.", f".{MANIFEST}.")):
-            with contextlib.suppress(OSError):
-                path.unlink()
+    remove_files(folder, keep=keep)
 
 
 def _together(action: Callable[[], T], folder: Path, peers: Peers) -> list[T]:
@@ -346,22 +347,37 @@ def _together(action: Callable[[], T], folder: Path, peers: Peers) -> list[T]:
     try:
         result = action()
     except Exception as error:  # of whatever kind: the other ranks wait
+        error = as_refusal(error)
         text = f"rank {peers.name(peers.rank)} cannot write the checkpoint in {folder}: {_reason(error)}"
-        failure = _Failure(text, may_pass(error))
+        failure = _Failure(text, may_pass(error), isinstance(error, _UnsyncedError))
     outcomes = peers.gather((_to_plain(result), failure), WRITING)
     if failures := [_Failure(*failure) for _, failure in outcomes if failure]:
         kind = CheckpointWriteError if all(failure.may_pass for failure in failures) else CheckpointError
-        raise kind(
-            "; ".join(failure.text for failure in failures) + "; the former checkpoint stays until a new one is whole"
-        )
+        outcome = _UNSYNCED if any(failure.is_unsynced for failure in failures) else _STAYS
+        raise kind("; ".join([*(failure.text for failure in failures), outcome]))
     return cast("list[T]", [_from_plain(each) for each, _ in outcomes])
 
 
+class _UnsyncedError(OSError):
+    """The manifest has its place, and whether it keeps it after a power cut is not known."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.errno, error.strerror, error.filename)
+
+
+_STAYS = "the former checkpoint stays until a new one is whole"
+_UNSYNCED = (
+    "its manifest had its place by then, but a power cut may take that away; where it replaced another one, the new "
+    "one is read, and the files of the former stay until the next is written"
+)
+
+
 class _Failure(NamedTuple):
-    """Why a rank could not write, and whether another time or place may do."""
+    """Why a rank could not write, whether another time or place may do, and what is read then."""
 
     text: str
     may_pass: bool
+    is_unsynced: bool
 
 
 def _reason(error: Exception) -> str:

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol
 from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
 from rowmesh.checkpoint.chain import read_manifest
 from rowmesh.checkpoint.changes import HOOK, Changes
-from rowmesh.checkpoint.manifest import MANIFEST, Identity, Parent
+from rowmesh.checkpoint.manifest import Identity, Parent
+from rowmesh.checkpoint.owned import is_whole, remove
 from rowmesh.checkpoint.room import Room
-from rowmesh.checkpoint.series import Series, remove
+from rowmesh.checkpoint.series import Series
 from rowmesh.checkpoint.snapshot import Snapshot, Source
 from rowmesh.checkpoint.write import WRITING, RowHolder, save
-from rowmesh.errors import CheckpointError, CheckpointWriteError
+from rowmesh.errors import CheckpointError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
@@ -125,7 +126,7 @@ class Writer:
             prepare: makes room in its folder; on rank 0.
 
         Raises:
-            OSError, CheckpointWriteError: it cannot be written; what there is of it is removed.
+            OSError, MemoryError, CheckpointError: it cannot be written; what there is of it is removed.
         """
         assert self._under_way is None
         place, started_s = self._series.at(step), time.perf_counter()
@@ -149,7 +150,7 @@ class Writer:
                 save(place, self._rows, dense, metadata=metadata, peers=self._peers)
             else:
                 save_increment(place, self._rows, dense, base, metadata=metadata, peers=self._peers)
-        except (OSError, CheckpointWriteError):
+        except (OSError, MemoryError, CheckpointError):
             self._discard(place)
             raise
         self._tidy(step, place)
@@ -159,14 +160,15 @@ class Writer:
         """Waits until the one that is being written is on disk, so long at most; None: it is not yet.
 
         Raises:
-            OSError, CheckpointWriteError: it cannot be written; what there is of it is removed.
+            OSError, CheckpointError, PeerError: it cannot be written; what there is of it is removed, and the next may
+                begin.
         """
         under_way = self._under_way
         assert under_way is not None
         try:
             if not under_way.save.wait(timeout_s):
                 return None
-        except (OSError, CheckpointWriteError):
+        except Exception:  # of whatever kind, it says that the writer has ended; an interrupt does not
             self._under_way = None
             self._discard(under_way.place)
             raise
@@ -175,11 +177,12 @@ class Writer:
 
     def drop(self) -> None:
         """Ends the one that is being written, if there is one, and removes what there is of it."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
         if under_way is None:
             return
         under_way.save.cancel()
-        if self._mesh.rank == 0 and not (under_way.place / MANIFEST).exists():
+        self._under_way = None
+        if self._mesh.rank == 0 and not is_whole(under_way.place):
             remove(under_way.place)
 
     def close(self, grace_s: float = 0.0) -> None:
@@ -220,18 +223,19 @@ class Writer:
     def _tidy(self, step: int, place: Path) -> None:
         """One is on disk: the next may add to it, and older ones go. Beside steps in the thread that wrote it."""
         if self._mesh.rank == 0:
-            if self._changes is not None:
-                self._note_parent(step, place)
-            with contextlib.suppress(OSError):  # the next one removes what stays
+            # The checkpoint is whole: what goes wrong here costs none, or this rank alone would fail.
+            with contextlib.suppress(CheckpointError, OSError, MemoryError):  # the next one is full
+                if self._changes is not None:
+                    self._note_parent(step, place)
+            with contextlib.suppress(OSError, MemoryError):  # the next one removes what stays
                 self._series.prune(self._rules.keep_last, self._rules.keep_every)
 
     def _note_parent(self, step: int, place: Path) -> None:
         """The next one adds to this one, where there is an increment left."""
-        with contextlib.suppress(CheckpointError):  # the next one is full
-            manifest = read_manifest(place)
-            if manifest.depth < self._rules.incremental:
-                self._parent = Parent(step, manifest.identity, manifest.depth)
+        manifest = read_manifest(place)
+        if manifest.depth < self._rules.incremental:
+            self._parent = Parent(step, manifest.identity, manifest.depth)
 
     def _discard(self, place: Path) -> None:
-        if self._mesh.rank == 0 and place.exists() and self._series.at(self.last) != place:
+        if self._mesh.rank == 0 and self._series.at(self.last) != place:
             remove(place)

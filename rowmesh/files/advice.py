@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 _ADVICE = {
     errno.ENOSPC: "make room or choose another place",
@@ -30,6 +31,17 @@ _ADVICE = {
 
 
 _FINAL = {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EBADF}
+
+
+def as_refusal(error: Exception) -> Exception:
+    """A lack of memory as an error of the system, which another time may not meet; torch has no class for it.
+
+    >>> as_refusal(MemoryError())
+    OSError(12, 'Cannot allocate memory')
+    """
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error)):
+        return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return error
 
 
 def may_pass(error: BaseException) -> bool:

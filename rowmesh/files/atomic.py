@@ -6,8 +6,9 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -32,8 +33,9 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write, which takes the place of `path` when the block ends without an error.
 
     Content and name are on disk (`fsync`) before this returns. On any error the partial file is removed and what
-    stood at `path` stays; the folder of `path` must exist. Where `path` is a link, the link stays and its target
-    is replaced. What is no regular file (`/dev/stdout`, a pipe) is written as it is.
+    stood at `path` stays, but for an error of the last step: where the folder cannot be synced, the new file has its
+    place, and a power cut may bring the former back. The folder of `path` must exist. Where `path` is a link, the link
+    stays and its target is replaced. What is no regular file (`/dev/stdout`, a pipe) is written as it is.
 
     Raises:
         OSError: the file cannot be written; it names `path`.
@@ -79,6 +81,21 @@ def synced_file(path: Path, *, name: Path | None = None) -> Iterator[IO[bytes]]:
         reach("files.write", name or path)
         file.flush()
         os.fsync(file.fileno())
+
+
+def remove_partial_files(folder: Path, names: Iterable[str]) -> None:
+    """Removes what killed writers left of some files, as far as the system lets it; no writer may be at work there.
+
+    Args:
+        folder: of the files.
+        names: of the files as they are called when they are whole.
+    """
+    pattern = rf"\.({'|'.join(map(re.escape, names))})\.\d+\.\d+\.partial"
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if re.fullmatch(pattern, path.name):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +19,7 @@ import numpy as np
 
 from rowmesh.faults import reach
 from rowmesh.files.atomic import naming
+from rowmesh.worker import Worker
 
 try:
     import fcntl
@@ -82,7 +82,7 @@ class DirectFile:
         self._raw, self._passes_cache, self._written = raw, passes_cache, 0
         self._chunk: mmap.mmap | None = None
         self._used = 0
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._error: Exception | None = None
         self.is_direct = False
 
@@ -131,7 +131,7 @@ class DirectFile:
         self._wait()
         if self._written == 0:
             self._set_direct(True)
-        thread = threading.Thread(target=self._run, args=(chunk,), name="rowmesh file", daemon=True)
+        thread = Worker(target=self._run, args=(chunk,), name="rowmesh file", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # the system has no more threads

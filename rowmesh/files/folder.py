@@ -12,6 +12,7 @@ from typing import Any
 
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
+from rowmesh.files.advice import described
 from rowmesh.files.atomic import sync_file, sync_folder
 from rowmesh.files.checksums import Checksums, checksums_of
 from rowmesh.files.lock import exclusive
@@ -70,7 +71,7 @@ def replacing_folder(
                 target.rename(old)
             reach("files.folder.renamed_old", target)
             partial.rename(target)
-            sync_folder(target.parent)
+            _sync_name(target)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -94,6 +95,16 @@ def _sync(folder: Path) -> None:
             if not (Path(root) / name).is_symlink():
                 sync_file(Path(root) / name)
         sync_folder(Path(root))
+
+
+def _sync_name(target: Path) -> None:
+    try:
+        sync_folder(target.parent)
+    except OSError as error:
+        raise RowmeshError(
+            f"{target} is written and in its place, but {target.parent} cannot be synced ({described(error)}); a power "
+            "cut may bring back what was there before"
+        ) from error
 
 
 def _restore(old: Path, target: Path) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rowmesh.checkpoint import CheckpointWriteError
-from rowmesh.checkpoint.series import BEST, Series, remove
+from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
+from rowmesh.checkpoint.owned import BEST, remove
+from rowmesh.checkpoint.series import Series
 from rowmesh.checkpoint.snapshot import Snapshot
 from rowmesh.checkpoint.writer import Rules, Writer, Written
 from rowmesh.errors import PeerError, RowmeshError, Terminated
 from rowmesh.faults import reach
-from rowmesh.files.advice import described
+from rowmesh.files.advice import as_refusal, described
 from rowmesh.files.links import link_tree
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.placement.text import bytes_text
@@ -135,7 +136,7 @@ class Checkpoints:
         prepare = partial(self._prepare, has_best=has_best)
         try:
             written = self._writer.begin(step, state, self.metadata(step), prepare)
-        except (OSError, CheckpointWriteError) as error:
+        except (OSError, MemoryError, CheckpointError) as error:
             self._fail(step, error)
         else:
             self._finish(written)
@@ -166,7 +167,7 @@ class Checkpoints:
         try:
             while written is None:
                 written = self._writer.wait(LOOK_S)  # in pieces: a signal is heeded between them
-        except (OSError, CheckpointWriteError) as error:
+        except (OSError, MemoryError, CheckpointError) as error:
             self._fail(step, error)
         else:
             self._finish(written)
@@ -194,8 +195,9 @@ class Checkpoints:
             what = f"checkpoint after step {written.step:,} in {written.seconds:.1f} s{shortage}"
             self._log(f"{what}: {written.place}")
 
-    def _fail(self, step: int, error: OSError | CheckpointWriteError) -> None:
-        reason = described(error) if isinstance(error, OSError) else str(error)
+    def _fail(self, step: int, error: OSError | MemoryError | CheckpointError) -> None:
+        """Whatever a checkpoint could not be written for, `on_failure` says what comes of it."""
+        reason = described(why) if isinstance(why := as_refusal(error), OSError) else str(why)
         last = f"the last is of step {self.last:,}" if self.last else "there is none yet"
         text = f"the checkpoint after step {step:,} cannot be written, {last}: {reason}"
         if self._config.on_failure == "stop":

@@ -10,9 +10,11 @@ from typing import Any, Literal, Self
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint import CheckpointError
-from rowmesh.checkpoint.series import BEST, Series, verify
+from rowmesh.checkpoint.manifest import MANIFEST
+from rowmesh.checkpoint.owned import BEST
+from rowmesh.checkpoint.series import Series, verify
 from rowmesh.checkpoint.together import on_every_rank
-from rowmesh.errors import ConfigurationError, RowmeshError, UnreadableError
+from rowmesh.errors import ConfigurationError, DamagedCheckpointError, RowmeshError, UnreadableError
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
@@ -106,14 +108,12 @@ def find_start(claim: Claim, config: Config, data: TableData, resume: Resume, *,
 
 
 def _newest_that_reads(series: Series, steps: Sequence[int]) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint whose manifest can be read, and what that says; `load_newest` passes over the others."""
+    """The newest checkpoint whose manifest is not damaged, and what that says; `load_newest` passes over the others."""
     reasons: list[str] = []
     for step in steps:
         try:
             return series.at(step), checkpoint.read_manifest(series.at(step)).metadata
-        except UnreadableError:
-            raise
-        except CheckpointError as error:
+        except DamagedCheckpointError as error:
             reasons.append(str(error))
     raise CheckpointError("; ".join(reasons))
 
@@ -149,8 +149,8 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
         What was saved beside the rows.
 
     Raises:
-        CheckpointError: all of them are damaged, or do not fit; says how. Or the system refused to read one, which
-            says nothing of it: none is removed.
+        CheckpointError: all of them are damaged, says how. Or one that is not damaged does not fit, or the system
+            refused to read it, which says nothing of it: none is removed.
     """
     reasons: list[str] = []
     series = series_of(job.config, run)
@@ -160,11 +160,15 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
             state = on_every_rank(job.mesh.peers, partial(_read, job, series.at(step)), RESUMING)
         except UnreadableError as error:
             raise UnreadableError(f"{error}. No checkpoint was removed: mend that, and start again") from None
-        except CheckpointError as error:
+        except DamagedCheckpointError as error:
             reasons.append(str(error))
             if step != steps[-1]:
                 log(f"resume    not from step {step:,}: {error}")
             continue
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"cannot go on from {series.at(step)}, which is not damaged: {error}. No checkpoint was removed"
+            ) from error
         job.embeddings.barrier()
         reach("resume.loaded", series.at(step))
         go_back = partial(_go_back, run, series, step, has_best=bool(state["progress"]["best_step"]))
@@ -176,6 +180,8 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
 def _read(job: Job, folder: Path) -> dict[str, Any]:
     state = checkpoint.load(folder, job.embeddings)
     if job.mesh.rank == 0 and state["progress"]["best_step"]:
+        if not (folder / BEST / MANIFEST).exists():
+            raise DamagedCheckpointError(f"{folder / BEST}, the best model by then, is missing")
         verify(folder / BEST)  # read at the end of training, when it would be too late
     return state
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 from rowmesh.checkpoint.series import CLAIM_PATTERN, STEP_PATTERN
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
-from rowmesh.files.atomic import naming, sync_folder, write_text
+from rowmesh.files.atomic import naming, remove_partial_files, sync_folder, write_text
 from rowmesh.files.lock import exclusive
 from rowmesh.files.manifest import MANIFEST, Manifest
 
@@ -38,6 +38,7 @@ WHOLE, LEAVING, FORMER = "whole.json", ".former.partial", ".former"
 it. See [Note: the exchange]."""
 _PARTIAL = r"\..*\.partial"
 _BEGUN = rf"\.{re.escape(MANIFEST)}\..*\.partial"  # a crash came while the first file was written
+_OF_CLAIM = (MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, WHOLE)  # nobody else writes these
 # What a run writes, and what it writes in there where that is a folder.
 CONTENTS = {
     **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, TRACE, REPORT, COMPARED), ""),
@@ -215,6 +216,8 @@ class Claim:
             if self.has_completed:
                 self.log(f"former    gone from {self._path}: the run that replaces it had written its model")
             _check_free(self._path, self._overwrite or self._resumes)
+            for each in (self._path, self._path / UNFINISHED):
+                remove_partial_files(each, _OF_CLAIM)
             self._held = stack.pop_all()
         self._keep(self._path)
         return self

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint import CheckpointWriteError
+from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
 from rowmesh.faults import reach
 from rowmesh.files.advice import described, may_pass
 from rowmesh.mesh.together import on_rank_0
@@ -43,13 +43,13 @@ def save_model(job: Job, claim: Claim, state: dict[str, Any], metadata: dict[str
         places.append(lambda: claim.settle_elsewhere(Path(config.fallback_folder), plans))
     patience = _Patience(config, claim.log, job.mesh.timeout_s)
     while True:
-        reasons: list[OSError | CheckpointWriteError] = []
+        reasons: list[OSError | CheckpointError] = []
         for place in places:
             try:
                 run = _write(job, place, state, metadata)
                 if place is places[0]:
                     return on_rank_0(job.mesh, SAVING, claim.finish, RunFolder)
-            except (OSError, CheckpointWriteError) as error:
+            except (OSError, CheckpointError) as error:  # whatever it is, another place may do
                 reasons.append(error)
             else:
                 claim.log(f"model     goes to run.fallback_folder: {_text(reasons[0])}")
@@ -83,7 +83,7 @@ class _Patience:
     _delay_s: float = _FIRST_DELAY_S
     _deadline_s: float | None = field(default=None, init=False)
 
-    def wait(self, reasons: Sequence[OSError | CheckpointWriteError]) -> None:
+    def wait(self, reasons: Sequence[OSError | CheckpointError]) -> None:
         """Waits before the next try; raises CheckpointWriteError where time is up."""
         now_s, reason = time.monotonic(), "; ".join(_text(each) for each in reasons)
         if self._deadline_s is None:
@@ -101,5 +101,5 @@ class _Patience:
         self._delay_s = min(2 * self._delay_s, _LONGEST_DELAY_S)
 
 
-def _text(error: OSError | CheckpointWriteError) -> str:
+def _text(error: OSError | CheckpointError) -> str:
     return described(error) if isinstance(error, OSError) else str(error)

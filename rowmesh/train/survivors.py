@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint.manifest import MANIFEST
-from rowmesh.checkpoint.series import BEST, remove
+from rowmesh.checkpoint.owned import BEST, remove
 from rowmesh.checkpoint.write import RowHolder
 from rowmesh.dynamic.records import Records
 from rowmesh.embeddings import LocalRows, views_of

@@ -346,7 +346,7 @@ def fail_on_one_rank(mesh, folder, what, error, reason, kind):
     [
         ("snapshot.StoreSnapshot.open", RuntimeError("can't begin"), "can't begin", CheckpointError),
         ("snapshot.StoreSnapshot.open", MemoryError(), "Cannot allocate memory", CheckpointWriteError),
-        ("background.Thread", RuntimeError("can't start new thread"), "can't start", CheckpointWriteError),
+        ("background.Worker.start", RuntimeError("can't start new thread"), "can't start", CheckpointWriteError),
     ],
 )
 def test_where_one_rank_cannot_begin_all_learn_it(ranks, tmp_path, what, error, reason, kind):

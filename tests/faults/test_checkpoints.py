@@ -67,6 +67,23 @@ def test_a_full_disk_leaves_a_model_that_can_be_loaded(folder, point):
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_folder_that_cannot_be_synced_is_said_as_it_is(tmp_path, is_first):
+    """The new manifest has its place by then, and nobody knows whether it is on disk: the files of both stay."""
+    folder = tmp_path / "model"
+    if not is_first:
+        save(folder, collection(1), {"seed": 1})
+    said = r"rank 0 cannot write .*Input/output error.*manifest had its place .*the new one is read, and the files"
+    with arm("files.replaced=EIO"), pytest.raises(CheckpointWriteError, match=said) as error:
+        save(folder, collection(2), {"seed": 2})
+    assert "the former checkpoint stays" not in str(error.value)
+    assert loaded(folder) == 2
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == (1 if is_first else 2)
+    with arm("files.write@6=EIO"), pytest.raises(CheckpointWriteError, match="; the former checkpoint stays until"):
+        save(folder, collection(3), {"seed": 3})
+    assert loaded(folder) == 2
+
+
 def test_a_former_model_that_cannot_be_removed_does_no_harm(folder):
     with arm("checkpoint.remove_former=EIO"):
         save(folder, collection(2), {"seed": 2})

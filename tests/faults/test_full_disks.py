@@ -65,6 +65,15 @@ def test_a_model_that_finds_no_room_goes_elsewhere(config_file, tmp_path, capsys
     assert RunFolder(tmp_path / "large" / "run-2").is_whole
 
 
+def test_a_model_whose_place_is_taken_goes_elsewhere(config_file, tmp_path, capsys):
+    place = tmp_path / "run" / "model"
+    with arm(point="run.saving", action=lambda: None if place.exists() else place.write_text("mine")):
+        train(config_file, f"run.fallback_folder={tmp_path / 'large'}")
+    assert "Not a directory" in capsys.readouterr().out
+    assert place.read_text() == "mine"
+    assert RunFolder(tmp_path / "large" / "run").is_whole
+
+
 def test_a_full_fallback_is_tried_again_too_and_leaves_nothing_in_the_end(config_file, tmp_path):
     options = [f"run.fallback_folder={tmp_path / 'large'}", "run.retry_s=0.01"]
     with (

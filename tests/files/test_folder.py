@@ -32,6 +32,23 @@ def test_a_folder_is_written_and_replaced(tmp_path):
     assert names(target.parent) == ["out"]
 
 
+def test_a_name_that_is_not_known_to_be_on_disk_is_said_as_it_is(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    put(target, "one")
+
+    def refuse(path):
+        if path == tmp_path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rowmesh.files.folder.sync_folder", refuse)
+    with pytest.raises(RowmeshError, match=r"out is written and in its place, but .* cannot be synced \(No space"):
+        put(target, "two", overwrite=True)
+    monkeypatch.undo()
+    assert (target / "file").read_text() == "two"
+    put(target, "three", overwrite=True)
+    assert names(tmp_path) == ["out"]
+
+
 def test_an_empty_folder_may_be_filled(tmp_path):
     (tmp_path / "out").mkdir()
     put(tmp_path / "out", "one")

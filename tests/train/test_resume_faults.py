@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
@@ -11,8 +12,9 @@ import pytest
 from rowmesh import checkpoint
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.series import BEST, Series
-from rowmesh.errors import ConfigurationError, RowmeshError, UnreadableError
+from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError, UnreadableError
 from rowmesh.faults import arm
+from rowmesh.files.manifest import OWN_SUM, own_sum
 from rowmesh.observe import json_lines
 from rowmesh.train import checkpoints
 from rowmesh.train.commands import run_training
@@ -97,21 +99,51 @@ def test_a_damaged_best_model_is_found_before_training(config_file, tmp_path, ca
     assert "resume    not from step 4: " in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_the_system_refuses_to_read_stays(config_file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_a_checkpoint_that_the_system_refuses_to_read_stays(config_file, tmp_path, monkeypatch, number):
     killed(config_file, 5)
     series, opened = Series(tmp_path / "run" / "checkpoints"), os.open
 
     def refuse(path, *arguments, **options):
         if str(path).startswith(str(series.at(4))) and str(path).endswith(".npy"):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+            raise OSError(number, os.strerror(number), str(path))
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(UnreadableError, match=r"Too many open files.*start again"):
+    with pytest.raises(UnreadableError, match=rf"{os.strerror(number)}.*start again"):
         train(config_file, resume="auto")
     monkeypatch.undo()
     assert series.steps() == [2, 4]
     assert train(config_file, resume="auto")
+
+
+def of_a_later_version(series):
+    path = series.at(4) / MANIFEST
+    values = json.loads(path.read_text())
+    del values[OWN_SUM]
+    values["format"] = 99
+    path.write_text(json.dumps(values | {OWN_SUM: own_sum(values)}))
+    return r"step-000000004.* has format 99"
+
+
+def without_an_optimizer_state(series):
+    """Whole, and of no use to this model."""
+    path = series.at(4) / MANIFEST
+    values = json.loads(path.read_text())
+    del values[OWN_SUM]
+    del values["tables"]["C1"]["parts"][0]["files"]["sum"]
+    path.write_text(json.dumps(values | {OWN_SUM: own_sum(values)}))
+    return r"cannot go on from .*step-000000004, .* has no state 'sum'. No checkpoint was removed"
+
+
+@pytest.mark.parametrize("change", [of_a_later_version, without_an_optimizer_state])
+def test_a_checkpoint_that_is_not_damaged_and_does_not_fit_stays(config_file, tmp_path, change):
+    killed(config_file, 5)
+    series = Series(tmp_path / "run" / "checkpoints")
+    said = change(series)
+    with pytest.raises(CheckpointError, match=said):
+        train(config_file, resume="auto")
+    assert series.steps() == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +187,18 @@ def test_two_runs_share_no_folder_of_checkpoints(config_file, tmp_path, resume):
     assert refused == [False]
     assert Series(tmp_path / "checkpoints").steps() == [4, 6]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_no_run_wrote_stays_in_the_folder_of_checkpoints(config_file, tmp_path, step):
+    series = Series(tmp_path / "mine")
+    series.at(step).mkdir(parents=True)
+    (series.at(step) / "precious.csv").write_text("1")
+    options = [f"checkpoint.folder={series.folder}", "checkpoint.keep_last=1"]
+    train(config_file, *options)
+    train(config_file, *options, overwrite=True)
+    assert series.steps() == [6]
+    assert [path.name for path in series.at(step).iterdir()] == ["precious.csv"]
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_made_is_an_error_of_one_line(config_file, tmp_path):

@@ -462,6 +462,22 @@ def test_what_a_crash_left_in_the_middle_of_a_write_is_overwritten(folder):
     assert names(folder.path) == ["manifest.json"]
 
 
+@pytest.mark.parametrize("where", ["", "unfinished"])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_a_killed_run_left_in_the_middle_of_a_write_goes_with_the_next(folder, goes_on, where):
+    begin(folder)
+    if where:
+        add_model(folder)
+        with Claim(folder, overwrite=True) as claim:
+            claim.begin({}, {})
+    others = [".test.json.4711.0.partial", ".report.html.4711.0.partial"]  # of commands that may be at work
+    for name in (".manifest.json.4711.0.partial", ".config.toml.4711.2.partial", *others):
+        (folder.path / where / name).write_text("{")
+    with Claim(folder, overwrite=not goes_on, resumes=goes_on) as claim:
+        assert sorted(path.name for path in (folder.path / where).glob("*.partial")) == sorted(others)
+        (claim.resume if goes_on else claim.begin)({}, {})
+
+
 def test_a_write_that_fails_leaves_what_was_there(folder):
     begin(folder)
     (folder.path / "evaluation").mkdir()
