@@ -34,8 +34,8 @@ class Block:
     Attributes:
         labels: float32 `[L, n]`, a row a label; NaN where the schema does not read them.
         weights: float32 `[n]`, 0 or more; None where the schema has none, NaN where it does not read them.
-        dense: float32 `[n, number of dense features]`, transformed if that takes no statistics of the data; NaN where
-            missing, else finite.
+        dense: `[n, number of dense features]` of `dense_dtype`, transformed if that takes no statistics of the data;
+            NaN where missing, else finite.
         categorical: one array a feature: ids as integers or text, or lists of them; of type null where no
             row has one. Null and "" are the missing id; a null or empty list is an empty bag.
         position: how many bytes (rows in Parquet) of the file have been read so far.
@@ -47,7 +47,7 @@ class Block:
 
     labels: NDArray[np.float32]
     weights: NDArray[np.float32] | None
-    dense: NDArray[np.float32]
+    dense: NDArray[np.floating]
     categorical: tuple[pa.Array, ...]
     position: int
     lines: NDArray[np.int64]
@@ -72,6 +72,15 @@ def total_size(path: Path, schema: Schema) -> int:
     if schema.format == "text":
         return path.stat().st_size
     return num_rows(path)
+
+
+def dense_dtype(schema: Schema) -> np.dtype[np.floating]:
+    """Of the dense values of blocks: float32, as models take them, unless something is subtracted from them first.
+
+    float32 holds no seconds of a time and no units of a large id, so values that are to be standardised stay float64.
+    """
+    is_wide = bool(schema.dense) and schema.dense_transform == "standardize"
+    return np.dtype(np.float64 if is_wide else np.float32)
 
 
 def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.float32]:
@@ -170,7 +179,7 @@ def _weights(column: pa.Array, name: str, faults: Faults) -> NDArray[np.float32]
 
 def _dense(columns: dict[str, pa.Array], schema: Schema, faults: Faults, num_rows: int) -> NDArray[np.float32]:
     """Transformed dense values `[n, number of dense features]`; missing ones are NaN."""
-    dense = np.empty((num_rows, len(schema.dense)), np.float32)
+    dense = np.empty((num_rows, len(schema.dense)), dense_dtype(schema))
     for i, name in enumerate(schema.dense):
         column = columns[name]
         numbers = _numbers(column, name, faults)
@@ -178,7 +187,8 @@ def _dense(columns: dict[str, pa.Array], schema: Schema, faults: Faults, num_row
         values = transform_dense(numbers, schema.dense_transform)
         is_finite = np.isfinite(numbers) & np.isfinite(values)  # log1p makes 0 of −∞; float32 makes ∞ of 1e39
         faults.add(np.flatnonzero(~is_finite & ~missing), name, column, "not a finite number")
-        dense[:, i] = np.where(missing, np.nan, values)
+        kept = numbers if dense.dtype == np.float64 else values
+        dense[:, i] = np.where(missing | ~is_finite, np.nan, kept)
     return dense
 
 
