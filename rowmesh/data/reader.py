@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
+from rowmesh.data.parquet import id_type, num_rows, read_parquet
+from rowmesh.data.plain_columns import is_list, is_text, joined, plain
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.scalars import shown
 from rowmesh.data.schema import Categorical, Label, Schema
@@ -40,7 +41,8 @@ class Block:
             row has one. Null and "" are the missing id; a null or empty list is an empty bag.
         position: how many bytes (rows in Parquet) of the file have been read so far.
         lines: int64 `[n]`, the 1-based line of every row (the row number in Parquet).
-        copied: the columns that the schema copies, as they are in the file; those of text files are binary.
+        copied: the columns that the schema copies, as they are in the file, but dictionaries as their values; those of
+            text files are binary.
         times: int64 `[n]`, seconds since 1970; None where the schema reads none.
         scores: int64 `[n]`; None where the schema reads none.
     """
@@ -108,14 +110,14 @@ class Faults:
 
 def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -> Block:
     """The usable ones of some rows; the others go to the quarantine under the name `path`."""
-    columns = {name: _plain(raw.table.column(name)) for name in raw.table.column_names}
+    columns = {name: plain(raw.table.column(name)) for name in raw.table.column_names}
     faults = Faults()
     labels, weights = _targets(columns, schema, faults, raw.table.num_rows)
     dense = _dense(columns, schema, faults, raw.table.num_rows)
     categorical = tuple(_ids(columns[feature.source], feature, faults) for feature in schema.categorical)
     times = _times(columns[schema.time], schema, faults) if schema.time in schema.rule_columns else None
     scores = _scores(columns[schema.score], schema.score, faults) if schema.score in schema.rule_columns else None
-    lines, copied = raw.lines, tuple(columns[name] for name in schema.copied_columns)
+    lines, copied = raw.lines, tuple(_copied(raw.table.column(name)) for name in schema.copied_columns)
     if faults.reasons:
         bad = sorted(faults.reasons)
         for row in bad:
@@ -131,11 +133,8 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
     return Block(labels, weights, dense, categorical, raw.position, lines, copied, times, scores)
 
 
-def _plain(column: pa.ChunkedArray) -> pa.Array:
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # no rows, or too large for one array
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+def _copied(column: pa.ChunkedArray) -> pa.Array:
+    return plain(column) if pa.types.is_dictionary(column.type) else joined(column)
 
 
 def _targets(
@@ -195,7 +194,7 @@ def _dense(columns: dict[str, pa.Array], schema: Schema, faults: Faults, num_row
 def _missing(column: pa.Array) -> NDArray[np.bool_]:
     null = pc.is_null(column)
     if is_text(column.type):
-        null = pc.or_(null, pc.equal(pc.binary_length(column), 0))
+        null = pc.or_kleene(null, pc.equal(pc.binary_length(column), 0))
     return null.to_numpy(zero_copy_only=False)
 
 
@@ -231,13 +230,13 @@ def _parse_numbers(column: pa.Array, kind: pa.DataType, first: int = 0) -> tuple
 def _ids(column: pa.Array, feature: Categorical, faults: Faults) -> pa.Array:
     if feature.derive is not None:
         return _derive(column, feature, faults)
-    if feature.separator is not None and is_text(column.type):
-        bags = pc.if_else(pc.equal(pc.binary_length(column), 0), None, column)
-        return pc.split_pattern(bags, feature.separator)
     if is_list(column.type):
         list_of = pa.large_list if pa.types.is_large_list(column.type) else pa.list_
         return column.cast(list_of(id_type(column.type.value_type)))
-    return column.cast(id_type(column.type))
+    ids = column.cast(id_type(column.type))
+    if feature.separator is not None and is_text(ids.type):
+        return pc.split_pattern(pc.if_else(pc.equal(pc.binary_length(ids), 0), None, ids), feature.separator)
+    return ids
 
 
 def _times(column: pa.Array, schema: Schema, faults: Faults) -> NDArray[np.int64]:

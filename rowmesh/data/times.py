@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rowmesh.data.parquet import is_text
+from rowmesh.data.plain_columns import is_text
 from rowmesh.data.schema import UNIX_TIME
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

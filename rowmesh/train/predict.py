@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 
 from rowmesh.data.encoder import rebatched
+from rowmesh.data.parquet import read_types
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.reader import Block, read_blocks, total_size
@@ -92,7 +93,7 @@ def predict(
     model = load_finished(finished, prepared, verify=verify)
     _check_kept(keep, model.score_names)
     if schema.format == "parquet":
-        model.encoder.check_forms(file, schema, _parquet_types(file))
+        model.encoder.check_forms(file, schema, read_types(file))
     path = out.with_name(f"{out.name}.quarantine.jsonl")
     path.unlink(missing_ok=True)  # of a former prediction
     with Quarantine(path, max_bad_rows, keep_at=path) as quarantine, replacing_file(out) as sink:
@@ -129,13 +130,6 @@ def _check_arguments(file: Path, out: Path, keep: Sequence[str], max_bad_rows: i
 def _check_kept(keep: Sequence[str], scores: Sequence[str]) -> None:
     if taken := [name for name in keep if name in (LINE, *scores)]:
         raise ConfigurationError(f"--keep {taken[0]}: the scores have a column of this name; rename that of the file")
-
-
-def _parquet_types(file: Path) -> pa.Schema:
-    try:
-        return pq.read_schema(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read as Parquet: {error}") from error
 
 
 def _encoded(

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rowmesh.data.events.schema import EventSchema
-from rowmesh.data.parquet import check_numbers, check_times, column_forms, is_text, read_types
+from rowmesh.data.parquet import check_numbers, check_times, column_forms, read_types
+from rowmesh.data.plain_columns import is_text, plain
 from rowmesh.data.progress import Progress
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.reader import Faults, read_blocks, total_size
@@ -80,7 +81,7 @@ def read_events(
         for source in files:
             size = max(total_size(source, reading), 1)
             for block in read_blocks(source, reading, quarantine):
-                columns = dict(zip(reading.copied_columns, block.copied, strict=True))
+                columns = dict(zip(reading.copied_columns, map(plain, block.copied), strict=True))
                 users, items, *side = block.categorical
                 faults, counts = Faults(), np.ones(len(block.lines), np.bool_)
                 faults.add(_missing(users), schema.user, users, "not a user")

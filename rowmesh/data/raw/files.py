@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
-from rowmesh.data.parquet import PARQUET_ROWS, KnownForms, column_forms, read_forms, row_text, unreadable
+from rowmesh.data.parquet import KnownForms, column_forms, read_forms, read_tables, row_text
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema
@@ -277,15 +276,10 @@ def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
 
 def _table_chunks(file: _File, schema: Schema, forms: KnownForms) -> Iterator[_TableChunk]:
     path, row = file.path, 0
-    try:
-        with pq.ParquetFile(path, memory_map=True) as opened:
-            forms.add(path, column_forms(path, schema, opened.schema_arrow))
-            for batch in opened.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
-                if batch.num_rows:
-                    yield _TableChunk(file, pa.Table.from_batches([batch]), row)
-                row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise unreadable(path, error) from error
+    for table in read_tables(path, schema, lambda types: forms.add(path, column_forms(path, schema, types))):
+        if table.num_rows:
+            yield _TableChunk(file, table, row)
+        row += table.num_rows
 
 
 def _digested(name: str) -> bytes:
