@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from rowmesh.data.numbers import floats_of, parse_numbers
 from rowmesh.data.parquet import id_type, num_rows, read_parquet
 from rowmesh.data.plain_columns import is_list, is_text, joined, plain
 from rowmesh.data.quarantine import BadRows
@@ -200,31 +201,9 @@ def _missing(column: pa.Array) -> NDArray[np.bool_]:
 
 def _numbers(column: pa.Array, name: str, faults: Faults) -> NDArray[np.float64]:
     """float64 values; NaN where missing or no number (the latter recorded)."""
-    if not is_text(column.type):
-        return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    values, bad = _parse_numbers(column, pa.float64())
+    values, bad = floats_of(column)
     faults.add(bad, name, column, "not a number")
-    return values.to_numpy(zero_copy_only=False)
-
-
-def _parse_numbers(column: pa.Array, kind: pa.DataType, first: int = 0) -> tuple[pa.Array, list[int]]:
-    """Parses text, or casts what is none; where some value is no number, halves the column until it is found.
-
-    Returns:
-        The numbers, null where there is none; and which are no numbers, from `first` on.
-    """
-    try:
-        if is_text(column.type):
-            text = pc.ascii_trim_whitespace(column.cast(pa.string()))
-            column = pc.if_else(pc.equal(text, ""), None, text)
-        return column.cast(kind), []
-    except pa.ArrowInvalid:
-        if len(column) == 1:
-            return pa.nulls(1, kind), [first]
-        half = len(column) // 2
-        low, low_bad = _parse_numbers(column[:half], kind, first)
-        high, high_bad = _parse_numbers(column[half:], kind, first + half)
-        return pa.concat_arrays([low, high]), low_bad + high_bad
+    return values
 
 
 def _ids(column: pa.Array, feature: Categorical, faults: Faults) -> pa.Array:
@@ -248,7 +227,7 @@ def _times(column: pa.Array, schema: Schema, faults: Faults) -> NDArray[np.int64
 
 
 def _scores(column: pa.Array, name: str | None, faults: Faults) -> NDArray[np.int64]:
-    numbers, _ = _parse_numbers(column, pa.int64())
+    numbers, _ = parse_numbers(column, pa.int64())
     bad = np.flatnonzero(pc.is_null(numbers).to_numpy(zero_copy_only=False))
     faults.add(bad, str(name), column, "not a score: a whole number of 64 bits")
     return numbers.fill_null(0).to_numpy()
