@@ -15,7 +15,7 @@ import torch
 from rowmesh.data.encoder import rebatched
 from rowmesh.data.parquet import read_types
 from rowmesh.data.progress import Progress, silent
-from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.quarantine import BadRows, Quarantine
 from rowmesh.data.reader import Block, read_blocks, total_size
 from rowmesh.data.schema import ScoringSchema
 from rowmesh.errors import ConfigurationError, DataError
@@ -133,7 +133,7 @@ def _check_kept(keep: Sequence[str], scores: Sequence[str]) -> None:
 
 
 def _encoded(
-    file: Path, schema: ScoringSchema, model: TrainedModel, quarantine: Quarantine, progress: Progress
+    file: Path, schema: ScoringSchema, model: TrainedModel, quarantine: BadRows, progress: Progress
 ) -> Iterator[pa.RecordBatch]:
     """Encoded rows, with their lines and the columns to copy behind them."""
     size = total_size(file, schema)
@@ -142,7 +142,9 @@ def _encoded(
             samples = model.encoder.encode(block)
         except DataError as error:
             raise DataError(f"{file}: {error}") from error
-        copied = [_plain(file, name, column) for name, column in zip(schema.keep, block.copied, strict=True)]
+        copied = list(block.copied)
+        if schema.format == "text":
+            copied = [_as_text(file, name, column) for name, column in zip(schema.keep, copied, strict=True)]
         yield _beside(samples, block, copied, schema.keep)
         progress("scoring", block.position / max(size, 1))
 
@@ -152,10 +154,8 @@ def _beside(samples: pa.RecordBatch, block: Block, copied: Sequence[pa.Array], k
     return pa.RecordBatch.from_arrays(columns, names=[*samples.schema.names, LINE, *keep])
 
 
-def _plain(file: Path, name: str, column: pa.Array) -> pa.Array:
-    """A column to copy; of text files as text."""
-    if not pa.types.is_binary(column.type):
-        return column
+def _as_text(file: Path, name: str, column: pa.Array) -> pa.Array:
+    """A column to copy of a text file."""
     try:
         return column.cast(pa.large_string())
     except pa.ArrowInvalid:
