@@ -16,6 +16,7 @@ from rowmesh.data.scalars import shown
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.data.source import RawTable, check_columns
 from rowmesh.errors import DataError
+from rowmesh.files.regular import check_regular
 
 PARQUET_ROWS = 65_536
 
@@ -106,7 +107,8 @@ class KnownForms:
         """Takes in the forms that a file has, which is named in errors about later ones.
 
         Raises:
-            DataError: they differ from those of a place before; names both and the column.
+            DataError: they differ from those of a place before, or features that share a vocabulary differ; names the
+                places and the columns.
         """
         for feature, known, form in zip(self._features, self._known, forms, strict=True):
             for part, value in enumerate(form):
@@ -119,6 +121,23 @@ class KnownForms:
                         f"{_words(part, expected)}; store it in one way everywhere"
                     )
                 known[part] = before, expected
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Refuses integers and text in one vocabulary: a value would have an id as each."""
+        by_table: dict[str, tuple[Categorical, Path | str, bool | str]] = {}
+        for feature, (_, found) in zip(self._features, self._known, strict=True):
+            if found is None:
+                continue
+            place, kind = found
+            first, first_place, expected = by_table.setdefault(feature.table, (feature, place, kind))
+            if kind != expected:
+                raise DataError(
+                    f"{place}: column {feature.source!r} of feature {feature.name!r} holds {kind}, and column "
+                    f"{first.source!r} of feature {first.name!r}, which shares its vocabulary, holds {expected}"
+                    f"{'' if place == first_place else f' in {first_place}'}: one value would have two ids. Store both "
+                    "in one way"
+                )
 
     def take_unknown_as_single(self, place: Path | str) -> None:
         """Columns of which nothing says whether they hold lists hold single ids from now on."""
@@ -248,6 +267,7 @@ def row_text(table: pa.Table) -> Callable[[int], str]:
 
 
 def _mapped(path: Path) -> pa.MemoryMappedFile:
+    check_regular(path)
     return pa.memory_map(os.fsencode(path))  # Arrow takes no path whose name is not UTF-8, but takes its bytes
 
 
