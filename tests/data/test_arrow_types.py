@@ -6,6 +6,7 @@ A new type of Arrow, and a new reader, fail a test here until they are in the ta
 import ast
 import datetime
 import decimal
+import io
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from rowmesh.data.quarantine import NoBadRows, Quarantine
 from rowmesh.data.raw import FileSource, RawData, RawLoader
 from rowmesh.data.raw.encoder import raw_encoder
 from rowmesh.errors import DataError
-from rowmesh.train.predict import _encoded
+from rowmesh.train.predict import _batches, _encoded, _Scores
 from rowmesh.train.trained_model import as_table
 
 # -- the types --------------------------------------------------------------------------------------------------------
@@ -416,6 +417,15 @@ class Ways:
             if name not in ("score", "label", "weight")
         ]
 
+    def kept(self, file: Path) -> pa.ChunkedArray:
+        """The column `score` of a file, as it is written beside the scores of the model."""
+        model: Any = SimpleNamespace(encoder=self._encoder(raw=True))
+        sink = io.BytesIO()
+        with _Scores(sink) as scores:
+            for part in _batches(_encoded(file, SCHEMA.for_scoring(["score"]), model, NoBadRows(), lambda *_: None), 3):
+                scores.write(part.select(["line", "score"]), {"own": pa.array([0.5] * part.num_rows)})
+        return pq.read_table(pa.BufferReader(sink.getvalue()))["score"]
+
     def predict_raw(self, given: pa.Table):
         return self.predict(given, raw=True)
 
@@ -499,6 +509,21 @@ def test_columns_are_read_as_their_plain_twins(name, ways):
         given = table(**{use: kind.column(use) for use in uses})
         twin = table(**{use: kind.twin_column(use, in_file=in_file) for use in uses})
         assert getattr(ways(twin), way)(given) == ways(twin).expected(way), way
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_columns_are_kept_beside_scores_as_they_are_in_the_file(name, ways):
+    """But for dictionaries, of which the values are kept."""
+    kind = TYPES[name]
+    column = kind.make(kind.values.get(next(iter(sorted(kind.uses)), ""), []))
+    if not can_be_written(column):
+        return
+    given = table(score=column)
+    file = ways(table()).file(given)
+    found = ways(table()).kept(file)
+    expected = pq.read_table(file)["score"]
+    assert found.to_pylist() == expected.to_pylist()
+    assert pa.types.is_dictionary(expected.type) or found.type == expected.type
 
 
 @pytest.mark.parametrize("name", TYPES)
