@@ -40,6 +40,7 @@ from rowmesh.placement import Plan
 from rowmesh.placement.address_map import Piece
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged, as_batch, with_empty_bags
+from rowmesh.sparse.whole import whole_numbers
 from rowmesh.tables import RowStore, TableSpec, Tiers
 from rowmesh.tables.cache import TierCounters
 from rowmesh.tables.cached import CachedArena
@@ -348,6 +349,7 @@ class EmbeddingCollection(TableModule):
 
         Raises:
             ConfigurationError: there is no such dynamic table.
+            DataError: an id is no whole number of 64 bits.
             RowmeshError: a pipeline has opened batches whose steps have not come.
 
         Example:
@@ -362,9 +364,10 @@ class EmbeddingCollection(TableModule):
             >>> found.known.tolist(), found.count.tolist()
             ([True, False], [2, 0])
         """
+        numbers = whole_numbers(ids, f"the ids of table {table!r}").flatten()
         resolver = self._resolver_of(table)
         self.engine.wait()
-        return resolver.statistics(table, np.array(ids, np.int64).reshape(-1))
+        return resolver.statistics(table, numbers.cpu().numpy())
 
     def register_decision_hook(self, table: str, hook: DecisionHook) -> RemovableHandle:
         """Calls a function at every training step with what this rank decided of the ids of a dynamic table. Local.

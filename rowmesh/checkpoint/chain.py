@@ -16,6 +16,7 @@ from torch import Tensor
 from rowmesh.checkpoint.files import SavedArray, SavedFiles, cannot_read
 from rowmesh.checkpoint.manifest import MANIFEST, ROWS, Manifest, Part, TableEntry, as_numpy, row_dtype, step_name
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, UnreadableError
+from rowmesh.files.regular import read_regular
 from rowmesh.ops.ranges import intersect
 
 CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
@@ -39,7 +40,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except FileNotFoundError:
         raise CheckpointError(
             f"no model in {folder}: {MANIFEST} is missing (did training finish? is it the right folder?)"

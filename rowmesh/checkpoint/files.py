@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from rowmesh.checkpoint.manifest import DENSE, Manifest, as_numpy
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, DamagedFileError, UnreadableError
 from rowmesh.files.advice import as_refusal
+from rowmesh.files.regular import open_regular
 from rowmesh.files.verified import VerifiedFile
 
 ADVICE = "restore the file from a copy, or train again; --no-verify (verify=False) reads it as it is"
@@ -125,7 +125,7 @@ class SavedFiles:
     def _open(self, name: str, what: str) -> VerifiedFile:
         path = self.folder / name
         try:
-            return VerifiedFile(path, os.open(path, os.O_RDONLY), self._checksums.get(name), ADVICE)
+            return VerifiedFile(path, open_regular(path), self._checksums.get(name), ADVICE)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{what}: {path} is missing; the checkpoint is incomplete") from None
         except DamagedFileError as error:

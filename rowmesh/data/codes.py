@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rowmesh.data.prepared import BLOCK_SAMPLES, arrow_schema
 from rowmesh.data.progress import Progress
 from rowmesh.data.quarantine import Quarantine
-from rowmesh.data.reader import Block, read_blocks, total_size
+from rowmesh.data.reader import Block, dense_dtype, read_blocks, total_size
 from rowmesh.data.schema import Schema
 from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.data.writer import SplitWriter
@@ -63,7 +63,8 @@ class Coder:
         Raises:
             DataError: there is no usable row, or whatever reading raises.
         """
-        with SplitWriter(path, arrow_schema(self.schema, self.multi_hot), BLOCK_SAMPLES) as writer:
+        dense = pa.from_numpy_dtype(dense_dtype(self.schema))
+        with SplitWriter(path, arrow_schema(self.schema, self.multi_hot, dense=dense), BLOCK_SAMPLES) as writer:
             for columns in self._blocks(files):
                 writer.write(columns)
         if writer.num_samples == 0:

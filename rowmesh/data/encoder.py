@@ -17,7 +17,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rowmesh.data.codes import encode_block
-from rowmesh.data.parquet import column_forms, is_list
+from rowmesh.data.parquet import column_forms
+from rowmesh.data.plain_columns import is_list, plain_type
 from rowmesh.data.prepared import Prepared, Table, arrow_schema
 from rowmesh.data.quarantine import NoBadRows
 from rowmesh.data.reader import Block, check_rows
@@ -114,7 +115,7 @@ class Encoder:
             DataError: a column is missing or of no use, or a value is none that the preparation takes; names row and
                 column.
         """
-        kinds = {name: table.schema.field(name).type for name in table.column_names}
+        kinds = {name: plain_type(table.schema.field(name).type) for name in table.column_names}
         categorical = tuple(
             feature.model_copy(update={"separator": None}) if is_list(kinds.get(feature.source, pa.null())) else feature
             for feature in schema.categorical

@@ -102,7 +102,7 @@ class EpochLoader(ABC, Generic[B]):
 
         For a loop whose batches are read ahead of its steps: the position of the steps, not that of the reader.
         """
-        epoch, batch = divmod(batches, self.num_batches)
+        epoch, batch = divmod(batches, max(self.num_batches, 1))  # there may be none: no batch fills, and it is dropped
         return {"epoch": epoch, "batch": batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

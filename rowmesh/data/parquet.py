@@ -11,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rowmesh.data.plain_columns import is_list, is_text, plain_type
 from rowmesh.data.scalars import shown
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.data.source import RawTable, check_columns
 from rowmesh.errors import DataError
+from rowmesh.files.regular import check_regular
 
 PARQUET_ROWS = 65_536
 
@@ -28,17 +30,40 @@ def read_parquet(path: Path, schema: Schema) -> Iterator[RawTable]:
     Raises:
         DataError: the file is not Parquet, lacks a column, or holds a type that cannot be used.
     """
+    position = 0
+    for table in read_tables(path, schema, lambda types: column_forms(path, schema, types)):
+        lines = np.arange(position + 1, position + 1 + table.num_rows)
+        position += table.num_rows
+        yield RawTable(table, lines, row_text(table), position)
+
+
+def read_tables(path: Path, schema: Schema, check: Callable[[pa.Schema], object]) -> Iterator[pa.Table]:
+    """The columns that the schema reads, at most `PARQUET_ROWS` at a time.
+
+    Args:
+        path: the file.
+        schema: names the columns.
+        check: is called with the types of the file's columns before any row is read.
+
+    Raises:
+        DataError: the file is not Parquet, or cannot be read.
+    """
     try:
         with _mapped(path) as source, pq.ParquetFile(source) as file:
-            column_forms(path, schema, file.schema_arrow)
-            position = 0
-            for batch in file.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
-                table = pa.Table.from_batches([batch])
-                lines = np.arange(position + 1, position + 1 + batch.num_rows)
-                position += batch.num_rows
-                yield RawTable(table, lines, row_text(table), position)
+            check(file.schema_arrow)
+            columns = list(schema.source_columns)
+            # Arrow reads no batch of nested dictionaries that goes beyond a row group.
+            nested = any(_has_nested_dictionary(file.schema_arrow.field(name).type) for name in columns)
+            for groups in [[i] for i in range(file.num_row_groups)] if nested else [None]:
+                for batch in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns):
+                    yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error) from error
+
+
+def _has_nested_dictionary(kind: pa.DataType) -> bool:
+    fields = [kind.field(i) for i in range(kind.num_fields)] if pa.types.is_nested(kind) else []
+    return any(pa.types.is_dictionary(field.type) or _has_nested_dictionary(field.type) for field in fields)
 
 
 def num_rows(path: Path) -> int:
@@ -82,7 +107,8 @@ class KnownForms:
         """Takes in the forms that a file has, which is named in errors about later ones.
 
         Raises:
-            DataError: they differ from those of a place before; names both and the column.
+            DataError: they differ from those of a place before, or features that share a vocabulary differ; names the
+                places and the columns.
         """
         for feature, known, form in zip(self._features, self._known, forms, strict=True):
             for part, value in enumerate(form):
@@ -95,6 +121,23 @@ class KnownForms:
                         f"{_words(part, expected)}; store it in one way everywhere"
                     )
                 known[part] = before, expected
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Refuses integers and text in one vocabulary: a value would have an id as each."""
+        by_table: dict[str, tuple[Categorical, Path | str, bool | str]] = {}
+        for feature, (_, found) in zip(self._features, self._known, strict=True):
+            if found is None:
+                continue
+            place, kind = found
+            first, first_place, expected = by_table.setdefault(feature.table, (feature, place, kind))
+            if kind != expected:
+                raise DataError(
+                    f"{place}: column {feature.source!r} of feature {feature.name!r} holds {kind}, and column "
+                    f"{first.source!r} of feature {first.name!r}, which shares its vocabulary, holds {expected}"
+                    f"{'' if place == first_place else f' in {first_place}'}: one value would have two ids. Store both "
+                    "in one way"
+                )
 
     def take_unknown_as_single(self, place: Path | str) -> None:
         """Columns of which nothing says whether they hold lists hold single ids from now on."""
@@ -120,29 +163,12 @@ class KnownForms:
 
 
 def id_type(kind: pa.DataType) -> pa.DataType:
-    """The type in which ids of a type are taken: integers, text, or null where there is none."""
-    if pa.types.is_dictionary(kind):
-        return id_type(kind.value_type)
+    """The type in which ids of a plain type are taken: integers, text, or null where there is none."""
     if pa.types.is_boolean(kind):
         return pa.int64()
-    if pa.types.is_fixed_size_binary(kind):
-        return pa.binary()
     if pa.types.is_null(kind) or pa.types.is_integer(kind) or is_text(kind):
         return kind
     return pa.string()
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a type is a string or bytes."""
-    return any(
-        test(kind)
-        for test in (pa.types.is_binary, pa.types.is_string, pa.types.is_large_binary, pa.types.is_large_string)
-    )
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Whether a type is a list of any sort."""
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def read_forms(path: Path, schema: Schema) -> list[Form]:
@@ -184,41 +210,38 @@ def column_forms(path: Path, schema: Schema, types: pa.Schema) -> list[Form]:
 
 def check_numbers(path: Path, name: str, types: pa.Schema) -> None:
     """Raises DataError where a column can hold no numbers."""
-    kind = _value_type(types.field(name).type)
-    if not is_text(kind) and not _can_cast(kind, pa.float64()):
+    kind = types.field(name).type
+    if not is_text(plain_type(kind)) and not _can_cast(plain_type(kind), pa.float64()):
         raise DataError(f"{path}: column {name!r} of type {kind} holds no numbers")
 
 
 def check_times(path: Path, name: str, types: pa.Schema) -> None:
     """Raises DataError where a column can hold no times."""
-    kind = _value_type(types.field(name).type)
+    kind = plain_type(types.field(name).type)
     tests = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
     if not is_text(kind) and not pa.types.is_null(kind) and not any(test(kind) for test in tests):
         raise DataError(
-            f"{path}: column {name!r} of type {kind} holds no times; store it as timestamps, dates, numbers or text"
+            f"{path}: column {name!r} of type {types.field(name).type} holds no times; store it as timestamps, dates, "
+            "numbers or text"
         )
 
 
-def _value_type(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _form(path: Path, feature: Categorical, kind: pa.DataType) -> Form:
+def _form(path: Path, feature: Categorical, given: pa.DataType) -> Form:
+    if feature.derive is not None:  # of times, which were checked
+        return False, "integers"
+    kind = plain_type(given)
     values = kind.value_type if is_list(kind) else kind
-    values = values.value_type if pa.types.is_dictionary(values) else values
     if pa.types.is_floating(values) or pa.types.is_nested(values) or not _can_cast(values, id_type(values)):
         raise DataError(
-            f"{path}: column {feature.source!r} is categorical but of type {kind}; "
+            f"{path}: column {feature.source!r} is categorical but of type {given}; "
             "store its ids as integers, strings, or lists of them"
         )
-    if feature.derive is not None:
-        return False, "integers"
     name = None if pa.types.is_null(values) else "integers" if pa.types.is_integer(id_type(values)) else "text"
     if feature.separator is None:
         return (None if pa.types.is_null(kind) else is_list(kind)), name
     if is_list(kind) or name == "integers":
         raise DataError(
-            f"{path}: column {feature.source!r} has a separator but is of type {kind}; "
+            f"{path}: column {feature.source!r} has a separator but is of type {given}; "
             "leave the separator out of the schema"
         )
     return True, name
@@ -244,6 +267,7 @@ def row_text(table: pa.Table) -> Callable[[int], str]:
 
 
 def _mapped(path: Path) -> pa.MemoryMappedFile:
+    check_regular(path)
     return pa.memory_map(os.fsencode(path))  # Arrow takes no path whose name is not UTF-8, but takes its bytes
 
 

@@ -18,10 +18,10 @@ from rowmesh.errors import DataError
 from rowmesh.faults import reach
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.manifest import MANIFEST, Manifest
+from rowmesh.files.regular import open_regular
 from rowmesh.files.verified import VerifiedFile
 
 ADVICE = "copy the folder again, or prepare the data again"
-_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 _State = tuple[int, int, int]
 
 
@@ -162,7 +162,7 @@ class PinnedFolder:
             raise DataError(f"{self.path / name}: cannot be opened ({reason}); {ADVICE}") from error
 
     def _open_as_pinned(self, name: str, expected: Checksums | None) -> VerifiedFile:
-        path, descriptor = self.path / name, os.open(self._place(name), _FLAGS, dir_fd=self._directory)
+        path, descriptor = self.path / name, open_regular(self._place(name), dir_fd=self._directory)
         state = _state(os.fstat(descriptor))
         if expected is None and self._states.get(name, state) != state:
             os.close(descriptor)

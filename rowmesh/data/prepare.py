@@ -35,7 +35,7 @@ from rowmesh.data.prepared import (
 )
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
-from rowmesh.data.request import preparation_request
+from rowmesh.data.request import preparation_request, unchanged
 from rowmesh.data.scales import DenseScale, DenseStatistics, scale_columns
 from rowmesh.data.schema import Schema
 from rowmesh.data.splits import Splitter
@@ -104,7 +104,8 @@ def prepare(
     sums: dict[str, Checksums] = {}
     with replacing_folder(out, kind=PREPARED, request=request, overwrite=overwrite, checksums=sums) as folder:
         keep_at = out.with_name(f"{out.name}.{QUARANTINE}")
-        with Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
+        every = [path for paths in files.values() for path in paths]
+        with unchanged(every), Quarantine(folder / QUARANTINE, max_bad_rows, keep_at) as quarantine:
             coder = Coder(schema, multi_hot_features(files, schema), quarantine, progress)
             sources = {name: coder.write(paths, folder / f"{name}.codes") for name, paths in files.items()}
         parts = _Parts(sources, splitter)

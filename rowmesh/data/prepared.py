@@ -355,18 +355,22 @@ def _not_prepared(folder: Path) -> DataError:
     )
 
 
-def arrow_schema(schema: Schema, multi_hot: Sequence[bool], ids: pa.DataType | None = None) -> pa.Schema:
+def arrow_schema(
+    schema: Schema, multi_hot: Sequence[bool], ids: pa.DataType | None = None, dense: pa.DataType | None = None
+) -> pa.Schema:
     """The columns of a split's Arrow file: the labels, the weight, dense features, categorical features.
 
     Args:
         schema: of the raw rows.
         multi_hot: which categorical features hold lists.
         ids: their type; default: int32, rows of tables.
+        dense: the type of dense features; default: float32.
     """
     one = pa.int32() if ids is None else ids
     weight = () if schema.weight is None else (schema.weight,)
-    numbers = (*schema.label_names, *weight, *schema.dense)
-    fields = [pa.field(name, pa.float32(), nullable=False) for name in numbers]
+    numbers = dict.fromkeys((*schema.label_names, *weight), pa.float32())
+    numbers |= dict.fromkeys(schema.dense, dense or pa.float32())
+    fields = [pa.field(name, kind, nullable=False) for name, kind in numbers.items()]
     for name, is_list in zip(schema.features, multi_hot, strict=True):
         kind = pa.list_(one) if is_list else one
         fields.append(pa.field(name, kind, nullable=False))

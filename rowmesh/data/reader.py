@@ -18,7 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rowmesh.data.parquet import id_type, is_list, is_text, num_rows, read_parquet
+from rowmesh.data.numbers import floats_of, parse_numbers
+from rowmesh.data.parquet import id_type, num_rows, read_parquet
+from rowmesh.data.plain_columns import is_list, is_text, joined, plain
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.scalars import shown
 from rowmesh.data.schema import Categorical, Label, Schema
@@ -34,20 +36,21 @@ class Block:
     Attributes:
         labels: float32 `[L, n]`, a row a label; NaN where the schema does not read them.
         weights: float32 `[n]`, 0 or more; None where the schema has none, NaN where it does not read them.
-        dense: float32 `[n, number of dense features]`, transformed if that takes no statistics of the data; NaN where
-            missing, else finite.
+        dense: `[n, number of dense features]` of `dense_dtype`, transformed if that takes no statistics of the data;
+            NaN where missing, else finite.
         categorical: one array a feature: ids as integers or text, or lists of them; of type null where no
             row has one. Null and "" are the missing id; a null or empty list is an empty bag.
         position: how many bytes (rows in Parquet) of the file have been read so far.
         lines: int64 `[n]`, the 1-based line of every row (the row number in Parquet).
-        copied: the columns that the schema copies, as they are in the file; those of text files are binary.
+        copied: the columns that the schema copies, as they are in the file, but dictionaries as their values; those of
+            text files are binary.
         times: int64 `[n]`, seconds since 1970; None where the schema reads none.
         scores: int64 `[n]`; None where the schema reads none.
     """
 
     labels: NDArray[np.float32]
     weights: NDArray[np.float32] | None
-    dense: NDArray[np.float32]
+    dense: NDArray[np.floating]
     categorical: tuple[pa.Array, ...]
     position: int
     lines: NDArray[np.int64]
@@ -72,6 +75,15 @@ def total_size(path: Path, schema: Schema) -> int:
     if schema.format == "text":
         return path.stat().st_size
     return num_rows(path)
+
+
+def dense_dtype(schema: Schema) -> np.dtype[np.floating]:
+    """Of the dense values of blocks: float32, as models take them, unless something is subtracted from them first.
+
+    float32 holds no seconds of a time and no units of a large id, so values that are to be standardised stay float64.
+    """
+    is_wide = bool(schema.dense) and schema.dense_transform == "standardize"
+    return np.dtype(np.float64 if is_wide else np.float32)
 
 
 def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.float32]:
@@ -99,14 +111,14 @@ class Faults:
 
 def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -> Block:
     """The usable ones of some rows; the others go to the quarantine under the name `path`."""
-    columns = {name: _plain(raw.table.column(name)) for name in raw.table.column_names}
+    columns = {name: plain(raw.table.column(name)) for name in raw.table.column_names}
     faults = Faults()
     labels, weights = _targets(columns, schema, faults, raw.table.num_rows)
     dense = _dense(columns, schema, faults, raw.table.num_rows)
     categorical = tuple(_ids(columns[feature.source], feature, faults) for feature in schema.categorical)
     times = _times(columns[schema.time], schema, faults) if schema.time in schema.rule_columns else None
     scores = _scores(columns[schema.score], schema.score, faults) if schema.score in schema.rule_columns else None
-    lines, copied = raw.lines, tuple(columns[name] for name in schema.copied_columns)
+    lines, copied = raw.lines, tuple(_copied(raw.table.column(name)) for name in schema.copied_columns)
     if faults.reasons:
         bad = sorted(faults.reasons)
         for row in bad:
@@ -122,11 +134,8 @@ def check_rows(raw: RawTable, path: Path, schema: Schema, quarantine: BadRows) -
     return Block(labels, weights, dense, categorical, raw.position, lines, copied, times, scores)
 
 
-def _plain(column: pa.ChunkedArray) -> pa.Array:
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # no rows, or too large for one array
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+def _copied(column: pa.ChunkedArray) -> pa.Array:
+    return plain(column) if pa.types.is_dictionary(column.type) else joined(column)
 
 
 def _targets(
@@ -170,7 +179,7 @@ def _weights(column: pa.Array, name: str, faults: Faults) -> NDArray[np.float32]
 
 def _dense(columns: dict[str, pa.Array], schema: Schema, faults: Faults, num_rows: int) -> NDArray[np.float32]:
     """Transformed dense values `[n, number of dense features]`; missing ones are NaN."""
-    dense = np.empty((num_rows, len(schema.dense)), np.float32)
+    dense = np.empty((num_rows, len(schema.dense)), dense_dtype(schema))
     for i, name in enumerate(schema.dense):
         column = columns[name]
         numbers = _numbers(column, name, faults)
@@ -178,56 +187,35 @@ def _dense(columns: dict[str, pa.Array], schema: Schema, faults: Faults, num_row
         values = transform_dense(numbers, schema.dense_transform)
         is_finite = np.isfinite(numbers) & np.isfinite(values)  # log1p makes 0 of −∞; float32 makes ∞ of 1e39
         faults.add(np.flatnonzero(~is_finite & ~missing), name, column, "not a finite number")
-        dense[:, i] = np.where(missing, np.nan, values)
+        kept = numbers if dense.dtype == np.float64 else values
+        dense[:, i] = np.where(missing | ~is_finite, np.nan, kept)
     return dense
 
 
 def _missing(column: pa.Array) -> NDArray[np.bool_]:
     null = pc.is_null(column)
     if is_text(column.type):
-        null = pc.or_(null, pc.equal(pc.binary_length(column), 0))
+        null = pc.or_kleene(null, pc.equal(pc.binary_length(column), 0))
     return null.to_numpy(zero_copy_only=False)
 
 
 def _numbers(column: pa.Array, name: str, faults: Faults) -> NDArray[np.float64]:
     """float64 values; NaN where missing or no number (the latter recorded)."""
-    if not is_text(column.type):
-        return column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    values, bad = _parse_numbers(column, pa.float64())
+    values, bad = floats_of(column)
     faults.add(bad, name, column, "not a number")
-    return values.to_numpy(zero_copy_only=False)
-
-
-def _parse_numbers(column: pa.Array, kind: pa.DataType, first: int = 0) -> tuple[pa.Array, list[int]]:
-    """Parses text, or casts what is none; where some value is no number, halves the column until it is found.
-
-    Returns:
-        The numbers, null where there is none; and which are no numbers, from `first` on.
-    """
-    try:
-        if is_text(column.type):
-            text = pc.ascii_trim_whitespace(column.cast(pa.string()))
-            column = pc.if_else(pc.equal(text, ""), None, text)
-        return column.cast(kind), []
-    except pa.ArrowInvalid:
-        if len(column) == 1:
-            return pa.nulls(1, kind), [first]
-        half = len(column) // 2
-        low, low_bad = _parse_numbers(column[:half], kind, first)
-        high, high_bad = _parse_numbers(column[half:], kind, first + half)
-        return pa.concat_arrays([low, high]), low_bad + high_bad
+    return values
 
 
 def _ids(column: pa.Array, feature: Categorical, faults: Faults) -> pa.Array:
     if feature.derive is not None:
         return _derive(column, feature, faults)
-    if feature.separator is not None and is_text(column.type):
-        bags = pc.if_else(pc.equal(pc.binary_length(column), 0), None, column)
-        return pc.split_pattern(bags, feature.separator)
     if is_list(column.type):
         list_of = pa.large_list if pa.types.is_large_list(column.type) else pa.list_
         return column.cast(list_of(id_type(column.type.value_type)))
-    return column.cast(id_type(column.type))
+    ids = column.cast(id_type(column.type))
+    if feature.separator is not None and is_text(ids.type):
+        return pc.split_pattern(pc.if_else(pc.equal(pc.binary_length(ids), 0), None, ids), feature.separator)
+    return ids
 
 
 def _times(column: pa.Array, schema: Schema, faults: Faults) -> NDArray[np.int64]:
@@ -239,7 +227,7 @@ def _times(column: pa.Array, schema: Schema, faults: Faults) -> NDArray[np.int64
 
 
 def _scores(column: pa.Array, name: str | None, faults: Faults) -> NDArray[np.int64]:
-    numbers, _ = _parse_numbers(column, pa.int64())
+    numbers, _ = parse_numbers(column, pa.int64())
     bad = np.flatnonzero(pc.is_null(numbers).to_numpy(zero_copy_only=False))
     faults.add(bad, str(name), column, "not a score: a whole number of 64 bits")
     return numbers.fill_null(0).to_numpy()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from rowmesh.data.planted import PlantedConfig
 from rowmesh.data.prepared import BLOCK_SAMPLES, FORMAT_VERSION
 from rowmesh.data.schema import Schema
 from rowmesh.data.splits import Splitter
+from rowmesh.errors import DataError
 
 GENERATOR_VERSION = 2
+STANDARDIZED = "from 64 bits"
+"""From what dense columns are standardized; earlier versions cut values to float32 first."""
 
 
 def preparation_request(
@@ -36,6 +40,7 @@ def preparation_request(
         "max_bad_rows": max_bad_rows,
         "optimum": optimum or {},
         "block_samples": block_samples,
+        **({"dense_values": STANDARDIZED} if schema.dense and schema.dense_transform == "standardize" else {}),
     }
 
 
@@ -54,3 +59,20 @@ def stamp(path: Path) -> str:
     status = path.stat()
     modified = datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC).isoformat(sep=" ")
     return f"{path.resolve()}, {status.st_size:,} bytes of {modified}"
+
+
+@contextlib.contextmanager
+def unchanged(files: Iterable[Path]) -> Iterator[None]:
+    """Around reading: the files are at the end what they were at the start.
+
+    Raises:
+        DataError: one was written to meanwhile, and what came late may be missing; names it.
+    """
+    before = {path: stamp(path) for path in files}
+    yield
+    for path, first in before.items():
+        if path.exists() and (now := stamp(path)) != first:
+            raise DataError(
+                f"{path} was written to while it was read, and rows may be missing: {first} at first, and {now} then. "
+                "Wait until it is whole, and prepare the data again"
+            )

@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 SKEWED = 1.0
-LEAST_SPREAD = 1e-7
-"""Of a deviation over the mean's size: less is rounding of float32, and the column a constant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,7 @@ class DenseScale:
     Attributes:
         name: the feature.
         log1p: whether log(1 + max(x, 0)) comes first.
-        mean, std: of the training split, after the logarithm; std is 1 where the column is a constant.
+        mean, std: of the training split, after the logarithm; std is 1 where all values are one.
         missing: the share of samples without a value, by split.
 
     Example:
@@ -123,7 +121,8 @@ class DenseStatistics:
 
     def __post_init__(self) -> None:
         zeros = np.zeros((2, len(self.names)))
-        self._least = np.full(len(self.names), np.inf)
+        self._least, self._most = (np.full(len(self.names), bound) for bound in (np.inf, -np.inf))
+        self._first = np.full(len(self.names), np.nan)
         self._plain, self._logged = (_Moments(*zeros.copy(), *zeros.copy()) for _ in range(2))
 
     def add(self, split: str, columns: NDArray[np.floating]) -> None:
@@ -134,16 +133,22 @@ class DenseStatistics:
         if split == "train":
             wide = columns.astype(np.float64)
             self._least = np.fmin(self._least, np.fmin.reduce(wide, axis=1, initial=np.inf))
-            self._plain.add(_Moments.of(wide))
-            self._logged.add(_Moments.of(np.log1p(np.maximum(wide, 0))))
+            self._most = np.fmax(self._most, np.fmax.reduce(wide, axis=1, initial=-np.inf))
+            # [Note: distances from the first value] Squares of values that are large beside their spread, times or ids,
+            # would leave nothing of the spread. Distances from a value of the column are exact where they are small.
+            self._first = np.where(np.isnan(self._first), _first_known(wide), self._first)
+            first = self._first[:, None]
+            self._plain.add(_Moments.of(wide - first))
+            self._logged.add(_Moments.of(_log_distance(np.maximum(wide, 0), np.maximum(first, 0))))
 
     def scales(self) -> tuple[DenseScale, ...]:
         """One a column."""
         raw, logged = self._plain.skewness, self._logged.skewness
         logs = (self._least >= 0) & (raw > SKEWED) & (np.abs(logged) <= raw / 2)
-        means = np.where(logs, self._logged.mean, self._plain.mean)
+        first = np.nan_to_num(self._first)
+        means = np.where(logs, np.log1p(np.maximum(first, 0)) + self._logged.mean, first + self._plain.mean)
         stds = np.where(logs, self._logged.std, self._plain.std)
-        stds = np.where(stds > LEAST_SPREAD * np.abs(means), stds, 1.0)
+        stds = np.where(self._most > self._least, stds, 1.0)
         return tuple(
             DenseScale(
                 name=name,
@@ -154,3 +159,17 @@ class DenseStatistics:
             )
             for i, name in enumerate(self.names)
         )
+
+
+def _first_known(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The first value of each column `[K, n]` that is not NaN; NaN where there is none."""
+    if not columns.shape[1]:
+        return np.full(len(columns), np.nan)
+    return np.take_along_axis(columns, np.argmin(np.isnan(columns), axis=1)[:, None], axis=1)[:, 0]
+
+
+def _log_distance(values: NDArray[np.float64], first: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log(1 + values) − log(1 + first), exact where they are close to each other."""
+    relative = (values - first) / (1 + first)
+    is_close = np.abs(relative) < 0.5
+    return np.where(is_close, np.log1p(np.where(is_close, relative, 0)), np.log1p(values) - np.log1p(first))

@@ -186,6 +186,12 @@ class Schema(BaseModel):
                     f"{feature.name!r} has vocabulary {feature.vocabulary!r}, which is no categorical feature with a "
                     f"vocabulary of its own{hint(feature.vocabulary, owners)}"
                 )
+            owner = next(each for each in self.categorical if each.name == feature.table)
+            if self.format == "text" and (feature.derive is None) != (owner.derive is None):
+                raise ValueError(
+                    f"{feature.name!r} shares the vocabulary of {owner.name!r}, and one of them is derived from a "
+                    "time: its ids are integers, and those of the other are text"
+                )
 
     def table_of(self, feature: str) -> str:
         """The feature whose vocabulary and table a feature has; itself, unless the schema says otherwise."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 from numpy.typing import NDArray
 
-from rowmesh.data.compression import open_stream
+from rowmesh.data.compression import CORRUPT, open_stream
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.schema import Schema
 from rowmesh.data.source import RawTable, check_columns
@@ -65,7 +65,7 @@ def _line_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
                     raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES} bytes{ends}; is this a text file?")
             if rest:
                 yield rest + b"\n", raw.tell()
-    except (pa.ArrowInvalid, OSError) as error:
+    except CORRUPT as error:
         raise DataError(f"{path}: cannot be read to its end: {error}") from error
 
 

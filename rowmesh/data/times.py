@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from rowmesh.data.parquet import is_text
+from rowmesh.data.numbers import floats_of
+from rowmesh.data.plain_columns import is_text
 from rowmesh.data.schema import UNIX_TIME
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -95,20 +96,30 @@ def _of_text(values: pa.Array, time_format: str, number: TimeNumber) -> pa.Array
     numbers = found.fill_null(0).to_numpy().copy()
     is_known = found.is_valid().to_numpy(zero_copy_only=False).copy()
     rest = np.flatnonzero(~is_known)
-    for row, value in zip(rest.tolist(), values.take(pa.array(rest)).to_pylist(), strict=True):
-        if (time := _time_of(value, time_format)) is not None:
+    for row, time in zip(rest.tolist(), _times_of(values.take(pa.array(rest)), time_format), strict=True):
+        if time is not None:
             numbers[row], is_known[row] = number.of_time(time), True
     return pa.array(numbers, mask=~is_known)
 
 
-def _time_of(value: bytes, time_format: str) -> datetime.datetime | None:
-    """In UTC unless it has a zone; None where it is no time."""
-    text = value.decode("utf-8", "replace")
+def _times_of(values: pa.Array, time_format: str) -> list[datetime.datetime | None]:
+    """In UTC unless they have a zone; None where one is no time."""
+    if time_format == UNIX_TIME:
+        return [_from_seconds(seconds) for seconds in floats_of(values)[0].tolist()]
+    return [_parsed(value, time_format) for value in values.to_pylist()]
+
+
+def _from_seconds(seconds: float) -> datetime.datetime | None:
     try:
-        if time_format == UNIX_TIME:
-            return datetime.datetime.fromtimestamp(float(text), datetime.UTC)
-        time = datetime.datetime.strptime(text, time_format)
-    except (ValueError, OverflowError, OSError):  # no number or time, or a number that is no time
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    except (ValueError, OverflowError, OSError):  # no number, or one that is no time
+        return None
+
+
+def _parsed(value: bytes, time_format: str) -> datetime.datetime | None:
+    try:
+        time = datetime.datetime.strptime(value.decode("utf-8", "replace"), time_format)
+    except ValueError:
         return None
     return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)
 

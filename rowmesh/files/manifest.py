@@ -14,6 +14,7 @@ import xxhash
 from rowmesh.errors import DataError
 from rowmesh.files.atomic import write_text
 from rowmesh.files.checksums import Checksums
+from rowmesh.files.regular import read_regular
 
 MANIFEST = "manifest.json"
 _SIGNATURE = "rowmesh"
@@ -42,7 +43,7 @@ class Manifest:
     def read(folder: Path) -> Manifest | None:
         """The manifest of a folder; None where rowmesh did not write the folder."""
         try:
-            return Manifest.parse((folder / MANIFEST).read_bytes(), folder / MANIFEST)
+            return Manifest.parse(read_regular(folder / MANIFEST), folder / MANIFEST)
         except (OSError, DataError):  # no such file, or one of something else
             return None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rowmesh.errors import DataError
 from rowmesh.ops.copy_offsets import check_offsets, copy_offsets
+from rowmesh.sparse.whole import whole_numbers
 
 _TENSORS = ("ids", "jagged_offsets", "weights", "scores")
 
@@ -246,15 +247,24 @@ class SparseBatch:
 
     @classmethod
     def from_bags(cls, bags: Mapping[str, Sequence[Sequence[int]]]) -> SparseBatch:
-        """From Python lists: feature → one list of ids a sample. For tests and small examples."""
+        """From Python lists: feature → one list of ids a sample. For tests and small examples.
+
+        Raises:
+            DataError: an id is no whole number of 64 bits, or features have other numbers of samples.
+        """
         sizes = {name: len(lists) for name, lists in bags.items()}
         if len(set(sizes.values())) > 1:
             raise DataError(f"features disagree on the number of samples: {sizes}")
         flat = [bag for lists in bags.values() for bag in lists]
         lengths = torch.tensor([len(bag) for bag in flat], dtype=torch.int64, device="cpu")
+        ids = [
+            whole_numbers(bag, f"feature {name!r}, sample {sample}: ids")
+            for name, lists in bags.items()
+            for sample, bag in enumerate(lists)
+        ]
         return cls(
             features=tuple(bags),
-            ids=torch.tensor([i for bag in flat for i in bag], dtype=torch.int64, device="cpu"),
+            ids=torch.cat([lengths[:0], *ids]),
             batch_size=next(iter(sizes.values()), 0),
             jagged_offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         )
@@ -264,7 +274,8 @@ class SparseBatch:
         """From a TorchRec KeyedJaggedTensor, without importing TorchRec; ids and offsets are not copied.
 
         Raises:
-            DataError: the batch has a variable stride per key, which has no rectangular form.
+            DataError: the batch has a variable stride per key, which has no rectangular form, or its ids or offsets are
+                no integers.
         """
         if getattr(kjt, "variable_stride_per_key", lambda: False)():
             raise DataError("a KeyedJaggedTensor with a variable stride per key has no common batch size")
@@ -272,9 +283,9 @@ class SparseBatch:
         stride = getattr(kjt, "stride", lambda: (offsets.numel() - 1) // max(len(features), 1))
         return cls(
             features=features,
-            ids=values if values.dtype == torch.int64 else values.long(),
+            ids=whole_numbers(values, "the ids of a KeyedJaggedTensor"),
             batch_size=stride(),
-            jagged_offsets=offsets if offsets.dtype == torch.int64 else offsets.long(),
+            jagged_offsets=whole_numbers(offsets, "the offsets of a KeyedJaggedTensor"),
             weights=kjt.weights_or_none(),
         )
 

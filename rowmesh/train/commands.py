@@ -43,7 +43,7 @@ from rowmesh.train.own_model import check_importable
 from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.publications import Publications
-from rowmesh.train.raw import forms_metadata, remember_forms
+from rowmesh.train.raw import raw_metadata, remember_forms
 from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
@@ -172,7 +172,9 @@ def run_evaluation(
     config = resolve(run.config, overrides)
     check_importable(config.model, trained_from=run.started_in)
     manifest = checkpoint.read_manifest(run.model)
-    data = open_data(config, verify=verify)
+    # Another schema that is named on purpose is read; its meaning is compared below.
+    is_own = config.data.raw_schema == resolve(run.config).data.raw_schema
+    data = open_data(config, verify=verify, trained=manifest.metadata if is_own else None)
     remember_forms(data, manifest.metadata)
     config, _ = task_of(config, data).choose_defaults()
     task = task_of(config, data)
@@ -235,7 +237,7 @@ def _save(job: Job, trainer: Trainer, claim: Claim, meaning: Fingerprint) -> Run
             **_choice(trainer),
             "data": job.data.place,
             "fingerprint": meaning,
-            **forms_metadata(job.data),
+            **raw_metadata(job.data),
         }
         run = save_model(job, claim, trainer.state_dict(), metadata)
     _write(job.mesh, f"model     {run.model}, {model_text(metadata)}")

@@ -18,6 +18,8 @@ from rowmesh.errors import RowmeshError
 CHUNK_VALUES = 1 << 20  # bounds the temporaries
 MOST_NAMED = 3
 Fingerprint = dict[str, str]
+ORDER = "features and labels"
+"""The digest that raw rows of earlier versions do not have."""
 
 
 def fingerprint(data: Prepared) -> Fingerprint:
@@ -36,10 +38,18 @@ def fingerprint(data: Prepared) -> Fingerprint:
 
 
 def raw_fingerprint(data: RawData) -> Fingerprint:
-    """Digests of the hash that makes ids of raw values, and of the dense features."""
+    """Digests of the hash that makes ids of raw values, of the dense features, and of the order of all others.
+
+    The order, since a network knows features by their place; with them from what each is derived, whose table it has,
+    and the labels, where there are several or one that is not of 0 and 1.
+    """
     dense = _digest(json.dumps([data.schema.dense, data.schema.dense_transform]).encode())
+    features = [[each.name, each.table, each.derive] for each in data.schema.categorical]
+    labels = [[label.name, label.kind] for label in data.schema.labels]
+    is_plain = len(labels) == 1 and data.schema.labels[0].kind == "binary"
     return {
         "dense features": dense,
+        ORDER: _digest(json.dumps([features, [] if is_plain else labels]).encode()),
         **{f"ids of {name}": _digest(str(data.hash_seed).encode()) for name in data.features},
     }
 
@@ -67,7 +77,8 @@ def mismatch(metadata: Mapping[str, Any], given: Callable[[], Fingerprint], mode
     trained = metadata.get("fingerprint")
     if not isinstance(trained, dict) or "data" not in metadata:
         raise RowmeshError(f"{model} does not say what it was trained on; train again with this version")
-    differing = differences(trained, given())
+    found = given()
+    differing = differences(trained, found if ORDER in trained else {k: v for k, v in found.items() if k != ORDER})
     more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return ", ".join(differing[:MOST_NAMED]) + more
 

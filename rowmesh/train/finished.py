@@ -12,7 +12,7 @@ from rowmesh.data import Prepared
 from rowmesh.data.raw import RawData
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.train.fingerprint import Fingerprint, fingerprint, mismatch, raw_fingerprint
-from rowmesh.train.raw import open_raw, remember_forms
+from rowmesh.train.raw import open_raw
 from rowmesh.train.report import model_text
 from rowmesh.train.resolve import resolve
 from rowmesh.train.run_folder import RunFolder
@@ -69,9 +69,7 @@ class FinishedRun:
                     f"{self.folder.path} was trained on raw data, of which nothing but the schema is read; leave out "
                     "--data"
                 )
-            raw = open_raw(config)
-            remember_forms(raw, self.manifest.metadata)
-            return raw
+            return open_raw(config, self.manifest.metadata)
         if moved_to is not None:
             return Prepared.open(moved_to, verify=verify)
         try:

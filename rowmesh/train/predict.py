@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import torch
 
 from rowmesh.data.encoder import rebatched
+from rowmesh.data.parquet import read_types
 from rowmesh.data.progress import Progress, silent
-from rowmesh.data.quarantine import Quarantine
+from rowmesh.data.quarantine import BadRows, Quarantine
 from rowmesh.data.reader import Block, read_blocks, total_size
 from rowmesh.data.schema import ScoringSchema
 from rowmesh.errors import ConfigurationError, DataError
@@ -92,7 +93,7 @@ def predict(
     model = load_finished(finished, prepared, verify=verify)
     _check_kept(keep, model.score_names)
     if schema.format == "parquet":
-        model.encoder.check_forms(file, schema, _parquet_types(file))
+        model.encoder.check_forms(file, schema, read_types(file))
     path = out.with_name(f"{out.name}.quarantine.jsonl")
     path.unlink(missing_ok=True)  # of a former prediction
     with Quarantine(path, max_bad_rows, keep_at=path) as quarantine, replacing_file(out) as sink:
@@ -131,15 +132,8 @@ def _check_kept(keep: Sequence[str], scores: Sequence[str]) -> None:
         raise ConfigurationError(f"--keep {taken[0]}: the scores have a column of this name; rename that of the file")
 
 
-def _parquet_types(file: Path) -> pa.Schema:
-    try:
-        return pq.read_schema(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read as Parquet: {error}") from error
-
-
 def _encoded(
-    file: Path, schema: ScoringSchema, model: TrainedModel, quarantine: Quarantine, progress: Progress
+    file: Path, schema: ScoringSchema, model: TrainedModel, quarantine: BadRows, progress: Progress
 ) -> Iterator[pa.RecordBatch]:
     """Encoded rows, with their lines and the columns to copy behind them."""
     size = total_size(file, schema)
@@ -148,7 +142,9 @@ def _encoded(
             samples = model.encoder.encode(block)
         except DataError as error:
             raise DataError(f"{file}: {error}") from error
-        copied = [_plain(file, name, column) for name, column in zip(schema.keep, block.copied, strict=True)]
+        copied = list(block.copied)
+        if schema.format == "text":
+            copied = [_as_text(file, name, column) for name, column in zip(schema.keep, copied, strict=True)]
         yield _beside(samples, block, copied, schema.keep)
         progress("scoring", block.position / max(size, 1))
 
@@ -158,10 +154,8 @@ def _beside(samples: pa.RecordBatch, block: Block, copied: Sequence[pa.Array], k
     return pa.RecordBatch.from_arrays(columns, names=[*samples.schema.names, LINE, *keep])
 
 
-def _plain(file: Path, name: str, column: pa.Array) -> pa.Array:
-    """A column to copy; of text files as text."""
-    if not pa.types.is_binary(column.type):
-        return column
+def _as_text(file: Path, name: str, column: pa.Array) -> pa.Array:
+    """A column to copy of a text file."""
     try:
         return column.cast(pa.large_string())
     except pa.ArrowInvalid:

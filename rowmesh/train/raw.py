@@ -18,31 +18,43 @@ from rowmesh.train.section import AUTO
 DOING = "waiting for rows"
 
 
-def open_raw(config: Config) -> RawData:
+def open_raw(config: Config, trained: Mapping[str, Any] | None = None) -> RawData:
     """The raw data of a run.
+
+    Args:
+        config: of the run.
+        trained: the metadata of its model, where it has one. Rows are read by the schema that they keep, whatever
+            became of the file, and columns of Parquet files hold what they held in training. Models of earlier versions
+            keep none.
 
     Raises:
         ConfigurationError: their schema cannot be read.
     """
-    section = config.data
-    return RawData(
+    section, kept = config.data, (trained or {}).get(SCHEMA)
+    data = RawData(
         location=section.folder,
-        schema=Schema.load(section.raw_schema),
+        schema=Schema.load(section.raw_schema) if kept is None else Schema.parse(kept),
         stream=section.stream,
         hash_seed=section.hash_seed,
         follow=section.follow,
     )
+    remember_forms(data, trained or {})
+    return data
 
 
+SCHEMA = "raw_schema"
+"""Where the metadata of a model have the schema by which its raw rows were read."""
 FORMS = "forms"
 """Where the metadata of a model say what the columns of its Parquet files hold."""
 
 
-def forms_metadata(data: object) -> dict[str, Any]:
-    """What the metadata of a model say of the columns of its files: nothing, unless it was trained on raw Parquet."""
-    if not isinstance(data, RawData) or data.schema.format != "parquet":
+def raw_metadata(data: object) -> dict[str, Any]:
+    """What the metadata of a model say of its raw rows: their schema, and what the columns of Parquet files hold."""
+    if not isinstance(data, RawData):
         return {}
-    return {FORMS: {name: list(form) for name, form in zip(data.features, data.forms.forms, strict=True)}}
+    forms = {name: list(form) for name, form in zip(data.features, data.forms.forms, strict=True)}
+    kept = {SCHEMA: data.schema.model_dump(mode="json")}
+    return kept | ({FORMS: forms} if data.schema.format == "parquet" else {})
 
 
 def remember_forms(data: object, metadata: Mapping[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rowmesh.data import Prepared
 from rowmesh.data.events.sequences import SEQUENCES
@@ -21,14 +23,19 @@ from rowmesh.train.table_data import TableData
 from rowmesh.train.task import Task
 
 
-def open_data(config: Config, *, verify: bool = True) -> TableData:
-    """The prepared data of a configuration: events for a sequence model, else samples with labels.
+def open_data(config: Config, *, verify: bool = True, trained: Mapping[str, Any] | None = None) -> TableData:
+    """The data of a configuration: raw rows; or prepared ones, events for a sequence model, else samples with labels.
+
+    Args:
+        config: names them.
+        verify: compare what is read with the checksums.
+        trained: the metadata of the model that is to read them, which say how raw rows are read.
 
     Raises:
         DataError: they are not there, damaged, or of the other kind.
     """
     if config.data.is_raw:
-        return open_raw(config)
+        return open_raw(config, trained)
     if config.model.is_sequence:
         return SequenceData.open(config.data.folder, config.model.sequence, verify=verify)
     manifest = Manifest.read(Path(config.data.folder))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class TrainedModel(nn.Module):
             DataError: a column is missing or of no use, or a value is none that the preparation takes; names row and
                 column.
         """
-        table = as_table(values)
+        table = as_table(values, [feature.source for feature in self.schema.categorical])
         samples = self.encoder.encode(self.encoder.check_table(table, self.schema))
         targets = self.job.targets
         parts = range(0, samples.num_rows, self.batch_size)
@@ -185,11 +185,16 @@ def load_finished(finished: FinishedRun, data: Prepared | RawData, *, verify: bo
         return TrainedModel(job, encoder, steps, stack.pop_all())
 
 
-def as_table(values: Values) -> pa.Table:
+def as_table(values: Values, ids: Collection[str] = ()) -> pa.Table:
     """Raw values as an Arrow table.
 
+    Args:
+        values: see `TrainedModel.forward`.
+        ids: the columns that hold ids. Those of a DataFrame that pandas has as floats, because one is missing, are
+            integers again.
+
     Raises:
-        DataError: columns differ in length, a column mixes types, or this is no table.
+        DataError: columns differ in length, a column mixes types or has no order, or this is no table.
     """
     if isinstance(values, pa.Table):
         return values
@@ -202,7 +207,7 @@ def as_table(values: Values) -> pa.Table:
         return pa.table(columns)
     if hasattr(values, "columns") and hasattr(values, "to_dict"):  # a pandas.DataFrame; pandas need not be there
         try:
-            return pa.Table.from_pandas(values, preserve_index=False)
+            return with_whole_ids(pa.Table.from_pandas(values, preserve_index=False), ids)
         except (pa.ArrowException, TypeError) as error:
             raise DataError(f"{VALUES}: a column cannot be read ({error}); give it one type") from None
     raise DataError(
@@ -211,19 +216,59 @@ def as_table(values: Values) -> pa.Table:
     )
 
 
+def with_whole_ids(table: pa.Table, ids: Collection[str]) -> pa.Table:
+    """The table with floats as integers in columns of ids, where all of a column are whole; others are refused later.
+
+    >>> table = pa.table({"user": [3.0, None, 8.0], "price": [1.0, 2.0, 3.0]})
+    >>> with_whole_ids(table, ["user"])["user"].to_pylist()
+    [3, None, 8]
+    """
+    for number, field in enumerate(table.schema):
+        if field.name in ids and pa.types.is_floating(field.type):
+            with suppress(pa.ArrowInvalid):  # one has something behind the point, or is past 2⁵³
+                table = table.set_column(number, field.name, table.column(number).cast(pa.int64()))
+    return table
+
+
 def _as_array(name: str, column: Column) -> pa.Array | pa.ChunkedArray:
     if isinstance(column, pa.Array | pa.ChunkedArray):
         return column
     if isinstance(column, Tensor):
-        column = column.detach().cpu().numpy()
+        column = _as_numpy(name, column)
     if isinstance(column, np.ndarray) and column.ndim == 2:  # bags of one size
         column = list(column)
     if isinstance(column, str | bytes) or not hasattr(column, "__len__"):
         raise DataError(f"{VALUES}: column {name!r} is one value; give a list of them, one a row")
+    if isinstance(column, Mapping):
+        raise DataError(
+            f"{VALUES}: column {name!r} is a dictionary, and which of its values belongs to which row is not known; "
+            'give a list, as df.to_dict("list") makes it of a DataFrame'
+        )
+    if isinstance(column, Set):
+        raise DataError(f"{VALUES}: column {name!r} is a {type(column).__name__}, which has no order; give a list")
+    strange = () if isinstance(column, np.ndarray) else (x for x in column if isinstance(x, Set | Mapping))
+    for bag in strange:
+        raise DataError(
+            f"{VALUES}: column {name!r} has a {type(bag).__name__} as a value; give a list of ids for a bag"
+        )
     try:
         return pa.array(column)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{VALUES}: column {name!r} cannot be read ({error}); give values of one type") from None
+
+
+def _as_numpy(name: str, column: Tensor) -> NDArray[Any]:
+    """A tensor's values; those of short floats, which NumPy has not, as float32."""
+    if column.layout != torch.strided or column.is_meta:
+        kind = "without values (on meta)" if column.is_meta else str(column.layout).removeprefix("torch.")
+        raise DataError(f"{VALUES}: column {name!r} is a tensor {kind}; give a dense one, as .to_dense() makes it")
+    column = column.detach().cpu()
+    if column.is_floating_point() and column.dtype not in (torch.float16, torch.float32, torch.float64):
+        column = column.float()
+    try:
+        return column.resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise DataError(f"{VALUES}: column {name!r} of {column.dtype} cannot be read ({error}); give numbers") from None
 
 
 def for_one_process(config: Config) -> Config:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import resource
 import signal
 import tracemalloc
@@ -18,6 +19,7 @@ from rowmesh.files.checksums import checksums_of
 from rowmesh.ops.ranges import intersect
 from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables.spec import TableSpec
+from tests.support.at_once import at_once
 from tests.support.prepared import forget_own_sum
 
 TABLES = [
@@ -105,6 +107,21 @@ def test_any_number_of_ranks_reads_what_one_wrote(saved, world_size, blocks):
         assert actual.equals(expected)
         assert dense["model"]["weight"].equal(DENSE["model"]["weight"])
         assert dense["step"] == 12
+
+
+def test_a_pipe_in_the_place_of_a_file_is_an_error(saved):
+    """Nothing waits for its writer."""
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    for path in files:
+        content = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(CheckpointError, match=re.escape(path.name)):
+            at_once(lambda: load(saved, Cyclic(TABLES)))
+        path.unlink()
+        path.write_bytes(content)
+    load(saved, Cyclic(TABLES))
 
 
 def test_chunks_do_not_change_what_is_read(saved, monkeypatch):

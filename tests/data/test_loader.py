@@ -155,6 +155,13 @@ def test_the_position_of_steps_is_not_that_of_a_reader_ahead(folder, steps):
     assert [rows(batch) for batch in resumed] == epochs[steps : (steps // len(whole) + 1) * len(whole)]
 
 
+def test_a_loader_of_no_whole_batch_has_a_position(folder):
+    loader = Loader(folder / "one_hot", "train", batch_size=NUM_SAMPLES + 1, drop_last=True)
+    assert (len(loader), list(loader)) == (0, [])
+    loader.load_state_dict(loader.state_after(0))
+    assert list(loader) == []
+
+
 def test_leaving_a_loop_keeps_the_position_and_leaves_no_thread(folder):
     loader = Loader(folder / "one_hot", "train", batch_size=10)
     for _ in loader:

@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowmesh.data import Prepared, Schema, prepare
-from rowmesh.data.parquet import multi_hot_columns, read_parquet
-from rowmesh.data.quarantine import Quarantine
-from rowmesh.errors import DataError
+from rowmesh.data.parquet import KnownForms, multi_hot_columns, read_parquet
+from rowmesh.data.quarantine import NoBadRows, Quarantine
+from rowmesh.data.raw import FileSource, RawLoader
+from rowmesh.errors import ConfigurationError, DataError
 
 SCHEMA = Schema(format="parquet", label="y", categorical=("a",))
 
@@ -150,3 +151,87 @@ def test_a_file_whose_name_is_no_utf8_prepares(tmp_path, kind):
     assert prepared.bad_rows == 1
     record = json.loads((prepared.folder / "quarantine.jsonl").read_text())
     assert record["file"] == str(path)
+
+
+@pytest.mark.parametrize("column", ["x", "y"])
+def test_missing_values_of_text_that_holds_numbers(tmp_path, column):
+    """Null, as "", is a missing dense value; a label must be there."""
+    path = tmp_path / "t.parquet"
+    values = {"x": pa.array(["1.5", None, "", "2"]), "y": pa.array(["1", "0", "1", "0"]), "a": [1, 1, 2, 2]}
+    if column == "y":
+        values = {"x": pa.array([1.0] * 4), "y": pa.array(["1", None, "", "0"]), "a": [1, 1, 2, 2]}
+    pq.write_table(pa.table(values), path)
+    schema = SCHEMA.model_copy(update={"dense": ("x",), "dense_transform": "none"})
+    prepared = prepare({"train": [path]}, tmp_path / "out", schema)
+    with pa.memory_map(str(prepared.split_path("train"))) as file:
+        found = pa.ipc.open_file(file).read_all().to_pydict()
+    assert prepared.bad_rows == (2 if column == "y" else 0)
+    assert found["x"] == ([1.0, 1.0] if column == "y" else [1.5, 0.0, 0.0, 2.0])
+    assert found["y"] == ([1.0, 0.0] if column == "y" else [1.0, 0.0, 1.0, 0.0])
+
+
+def test_lists_of_dictionary_values_in_many_row_groups_are_read(tmp_path):
+    """Of which Arrow reads no batch that goes beyond a row group."""
+    bags, path = [[f"v{row % 5}"] * (row % 3) for row in range(50)], tmp_path / "t.parquet"
+    encoded = pa.array(bags).cast(pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    pq.write_table(pa.table({"y": [row % 2 for row in range(50)], "a": encoded}), path, row_group_size=7)
+    tables = list(read_parquet(path, SCHEMA))
+    assert [bag for table in tables for bag in table.table["a"].to_pylist()] == bags
+    assert [line for table in tables for line in table.lines] == list(range(1, 51))
+
+
+def test_the_hour_of_a_time_in_floats_is_read(tmp_path):
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"y": [0, 1], "t": pa.array([3600.0, 7200.5])}), path)
+    hour = {"name": "hour", "column": "t", "derive": "hour_of_day", "time_format": "unix"}
+    schema = Schema.parse({"format": "parquet", "label": "y", "categorical": [hour]})
+    prepared = prepare({"train": [path]}, tmp_path / "out", schema, min_count=1)
+    assert prepared.vocabulary("hour").to_pylist() == [1, 2]
+
+
+SHARED = Schema.parse(
+    {
+        "format": "parquet",
+        "label": "y",
+        "categorical": ["item", {"name": "history", "column": "h", "separator": "|", "vocabulary": "item"}],
+    }
+)
+MIXED = "column 'h' of feature 'history' holds text, and column 'item' of feature 'item', .*, holds integers"
+
+
+@pytest.mark.parametrize("way", ["prepare", "raw"])
+def test_integers_and_text_in_one_vocabulary_are_refused(tmp_path, way):
+    """One value would have two ids."""
+
+    def read(name, items, histories):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"y": [0, 1], "item": items, "h": histories}), path)
+        if way == "prepare":
+            return len(prepare({"train": [path]}, tmp_path / name, SHARED, min_count=1).vocabulary("item"))
+        (batch,) = RawLoader(FileSource([path], SHARED), SHARED, batch_size=2, quarantine=NoBadRows())
+        return len(batch.sparse.ids.unique())
+
+    assert read("text", pa.array(["7", "8"]), pa.array(["7|8", "8"])) == 2
+    assert read("none", pa.nulls(2), pa.array(["7|8", "8"])) == 3
+    with pytest.raises(
+        DataError, match=rf"mixed\.parquet: {MIXED}: one value would have two ids. Store both in one way"
+    ):
+        read("mixed", pa.array([7, 8]), pa.array(["7|8", "8"]))
+
+
+def test_integers_and_text_in_one_vocabulary_of_several_files_are_refused(tmp_path):
+    paths = [tmp_path / f"{number}.parquet" for number in range(2)]
+    for path, items, history in zip(paths, (INTEGERS, NULLS), (NULLS, TEXT), strict=True):
+        pq.write_table(pa.table({"y": [0, 1], "item": items, "h": history.cast(pa.string())}), path)
+    known = KnownForms(SHARED)
+    known.add(paths[0], [(False, "integers"), (True, None)])
+    with pytest.raises(DataError, match=rf"1\.parquet: {MIXED} in .*0\.parquet: one value"):
+        known.add(paths[1], [(False, None), (True, "text")])
+
+
+def test_a_derived_id_and_text_in_one_vocabulary_are_refused():
+    hour = {"name": "hour", "column": "t", "derive": "hour_of_day"}
+    with pytest.raises(ConfigurationError, match="'a' shares the vocabulary of 'hour', and one of them is derived"):
+        Schema.parse({"label": "y", "categorical": [hour, {"name": "a", "vocabulary": "hour"}]})
+    start = {"name": "start", "column": "s", "derive": "hour_of_day", "vocabulary": "hour"}
+    assert Schema.parse({"label": "y", "categorical": [hour, start]}).table_of("start") == "hour"

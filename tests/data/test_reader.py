@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rowmesh.data import Schema, text
+from rowmesh.data import Schema, compression, text
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.reader import read_blocks
 from rowmesh.data.schema import AVAZU, CRITEO
@@ -104,6 +104,40 @@ def test_lines_are_exact_whatever_the_blocks(tmp_path_factory, bad, block_bytes,
     assert sorted(read.bad_lines) == sorted(i + 2 for i in bad)
     assert read.columns[0] == [f"v{i}".encode() for i in range(200) if i not in bad]
     assert [bad_row["row"] for bad_row in sorted(read.bad, key=lambda b: b["line"])] == [kinds[i] for i in sorted(bad)]
+
+
+BZ2, GZIP = (bz2.compress, gzip.compress)
+NO_STREAM = BZ2(b"")
+LINES = [f"{number % 2},{number},v{number}\n".encode() for number in range(3000)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [BZ2(b"y,x,a\n"), NO_STREAM, BZ2(b"".join(LINES))],
+        [NO_STREAM, NO_STREAM, BZ2(b"y,x,a\n" + b"".join(LINES))],
+        [BZ2(b"y,x,a\n"), BZ2(b"".join(LINES)), NO_STREAM],
+        [GZIP(b"y,x,a\n"), GZIP(b""), GZIP(b"".join(LINES))],
+        [GZIP(b"y,x,a\n"), bytes(500), GZIP(b"".join(LINES)), bytes(3)],
+        [GZIP(b"y,x,a\n" + b"".join(LINES)), bytes(70_000)],
+    ],
+)
+@pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
+def test_streams_behind_each_other_are_one_text(tmp_path, monkeypatch, parts, read_bytes):
+    """As bzip2 and gzip read them: some are empty, and gzip's are padded."""
+    monkeypatch.setattr(compression, "_READ_BYTES", read_bytes)
+    read = Read(write(tmp_path, b"".join(parts)), SCHEMA)
+    assert read.columns == [[f"v{number}".encode() for number in range(3000)]]
+
+
+@pytest.mark.parametrize("compress", [BZ2, GZIP])
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:-5], lambda data: data + b"rubbish", lambda data: data[:60] + data[61:]]
+)
+def test_damaged_streams_are_named(tmp_path, compress, change):
+    path = write(tmp_path, change(compress(b"y,x,a\n" + b"".join(LINES))))
+    with pytest.raises(DataError, match=rf"{path.name}: cannot be read to its end"):
+        Read(path, SCHEMA)
 
 
 def test_missing_values(tmp_path):

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rowmesh.data import Loader, Prepared, Schema, prepare
+from rowmesh.data.request import preparation_request
 from rowmesh.data.scales import DenseScale, DenseStatistics
+from rowmesh.data.schema import CRITEO
 from rowmesh.errors import DataError
 from rowmesh.train.fingerprint import differences, fingerprint
 
@@ -53,10 +56,61 @@ def test_skewness_decides_as_scipy_has_it(columns):
     np.testing.assert_allclose(statistics._plain.skewness[:3], expected, rtol=1e-9)
 
 
-def write(path, columns):
+LARGE = {
+    "ms": (1.7e12, 480_000),
+    "s": (1.7e9, 300),
+    "ids": (2.0**31, 200),
+    "below_0": (-1.7e12, 480_000),
+    "us": (1.7e15, 5e5),
+    "tailed_ms": (1.7e12, 1.5),
+}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_values_that_are_large_beside_their_spread_are_standardized(tmp_path, kind):
+    """Times, ids: float32 holds none of their differences, and float64 no squares of them."""
+    generator = np.random.default_rng(0)
+    exact = {}
+    for name, (base, spread) in LARGE.items():
+        distances = np.floor(generator.uniform(0, spread, 4000))
+        exact[name] = (base, np.floor(generator.lognormal(3, spread, 4000)) if name == "tailed_ms" else distances)
+    columns = np.stack([base + distances for base, distances in exact.values()])
+    schema = Schema.parse({"label": "y", "dense": list(LARGE), "categorical": ["a"]})
+    if kind == "csv":
+        path = write(tmp_path / "train.csv", columns, schema)
+    else:
+        path, schema = tmp_path / "train.parquet", schema.model_copy(update={"format": "parquet"})
+        numbers = dict(zip(LARGE, columns.astype(np.int64), strict=True))
+        pq.write_table(pa.table({"y": np.arange(4000) % 2, "a": np.arange(4000) % 5, **numbers}), path)
+    prepared = prepare({"train": [path]}, tmp_path / "out", schema)
+    for name, found, (_, distances) in zip(LARGE, dense_of(prepared, "train"), exact.values(), strict=True):
+        expected = (distances - distances.mean()) / distances.std()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3, err_msg=name)
+    assert not any(scale.log1p for scale in prepared.dense_scales or ())
+
+
+def test_values_of_very_different_size_have_finite_scales():
+    statistics = DenseStatistics(["x"])
+    values = np.array([[3e20, 0.0, 1.0, 3e38, 0.0]])
+    statistics.add("train", values)
+    (scale,) = statistics.scales()
+    logged = np.log1p(values[0])
+    assert scale.log1p == (abs(scale.mean - logged.mean()) < 1e-9)
+    assert np.isfinite([scale.mean, scale.std]).all()
+    assert statistics._logged.std == pytest.approx(logged.std())
+
+
+def test_data_of_earlier_versions_are_prepared_again(tmp_path, columns):
+    """Their scales may be those of a constant."""
+    path = write(tmp_path / "train.csv", columns)
+    assert "dense_values" in preparation_request({"train": [path]}, SCHEMA)
+    assert "dense_values" not in preparation_request({"train": [path]}, CRITEO)
+
+
+def write(path, columns, schema=SCHEMA):
     rows = [",".join("" if np.isnan(value) else repr(float(value)) for value in row) for row in columns.T]
     lines = [f"{number % 2},{row},{number % 5}" for number, row in enumerate(rows)]
-    path.write_text("\n".join(["y,age,price,flag,same,none,a", *lines]) + "\n")
+    path.write_text("\n".join([",".join(["y", *schema.dense, "a"]), *lines]) + "\n")
     return path
 
 

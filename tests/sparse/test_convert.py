@@ -33,6 +33,30 @@ def test_a_keyed_jagged_tensor_becomes_a_batch(more):
     assert batch.ids.tolist() == [7, 7, 9, 3]
 
 
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ("values", torch.float32),
+        ("values", torch.float64),
+        ("values", torch.bfloat16),
+        ("values", torch.bool),
+        ("values", torch.complex64),
+        ("offsets", torch.float32),
+    ],
+)
+def test_a_keyed_jagged_tensor_of_no_whole_numbers_is_refused(part, kind):
+    plain = keyed()
+    what = "ids" if part == "values" else "offsets"
+    with pytest.raises(DataError, match=f"the {what} of a KeyedJaggedTensor must be whole numbers, got {kind}"):
+        as_batch(keyed(**{part: lambda: getattr(plain, part)().to(kind)}))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.uint8, torch.uint32, torch.uint64])
+def test_a_keyed_jagged_tensor_of_other_integers_is_read(kind):
+    batch = as_batch(keyed(values=lambda: torch.tensor([7, 7, 9, 3]).to(kind)))
+    assert batch.ids.tolist() == [7, 7, 9, 3]
+
+
 def test_anything_else_is_refused():
     with pytest.raises(DataError, match="a SparseBatch or a TorchRec KeyedJaggedTensor, got dict"):
         as_batch({"user": torch.zeros(2)})  # pyright: ignore[reportArgumentType]

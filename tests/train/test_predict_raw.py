@@ -115,6 +115,33 @@ def test_lists_of_parquet_files_are_read_as_in_training(raw_run, tmp_path):
         raw_run(f"run.folder={tmp_path / 'more'}", f"train.start_from={run}", f"data.test={tmp_path / '0.csv'}")
 
 
+@pytest.mark.parametrize("change", ["order", "column", "gone"])
+def test_a_schema_that_is_edited_later_changes_no_score(raw_run, tmp_path, change):
+    """The model keeps that of its training."""
+    run, file = raw_run()
+    expected, metrics = evaluated(run), run_evaluation(run)
+    schema = tmp_path / "schema.toml"
+    edited = schema.read_text().replace(
+        '["user", "item"]', '["item", "user"]' if change == "order" else '["user", {name = "item", column = "user"}]'
+    )
+    schema.write_text(edited)
+    other = tmp_path / "other.toml"
+    other.write_text(edited)
+    if change == "gone":
+        schema.unlink()
+    assert run_evaluation(run) == metrics
+    predict(run, file, tmp_path / "scores.parquet")
+    assert np.array_equal(pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy(), expected)
+    assert np.array_equal(rowmesh.load_run(run)(pc.read_csv(file)).numpy(), expected)
+    if change == "order":
+        with pytest.raises(RowmeshError, match="differs from it in features and labels: the same ids and values mean"):
+            run_evaluation(run, [f"data.raw_schema={other}"])
+        with pytest.raises(RowmeshError, match=r"train.start_from: .* differs from it in features and labels"):
+            raw_run(f"run.folder={tmp_path / 'more'}", f"train.start_from={run}")
+    elif change == "column":  # on purpose
+        assert run_evaluation(run, [f"data.raw_schema={other}"]) != metrics
+
+
 def test_raw_runs_say_what_they_have_not(raw_run, tmp_path):
     run, _ = raw_run()
     with pytest.raises(RowmeshError, match="leave out --data"):

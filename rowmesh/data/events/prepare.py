@@ -18,7 +18,7 @@ from rowmesh.data.inputs import check_once
 from rowmesh.data.prepared import write_vocabulary
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
-from rowmesh.data.request import stamp
+from rowmesh.data.request import stamp, unchanged
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.folder import replacing_folder
@@ -69,7 +69,7 @@ def prepare_events(
     request = dict(request or event_request(files, schema, max_bad_rows))
     with replacing_folder(out, kind=SEQUENCES, request=request, overwrite=overwrite, checksums=sums) as folder:
         keep_at = out.with_name(f"{out.name}.{_QUARANTINE}")
-        with Quarantine(folder / _QUARANTINE, max_bad_rows, keep_at) as quarantine:
+        with unchanged(files), Quarantine(folder / _QUARANTINE, max_bad_rows, keep_at) as quarantine:
             events = read_events(files, folder / "events.codes", schema, quarantine, progress)
         progress("k-core", 0.0)
         core = find_core(events, schema.k_core)

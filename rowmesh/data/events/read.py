@@ -15,7 +15,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from rowmesh.data.events.schema import EventSchema
-from rowmesh.data.parquet import check_numbers, check_times, column_forms, is_text, read_types
+from rowmesh.data.numbers import floats_of
+from rowmesh.data.parquet import check_numbers, check_times, column_forms, read_types
+from rowmesh.data.plain_columns import plain
 from rowmesh.data.progress import Progress
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.reader import Faults, read_blocks, total_size
@@ -80,7 +82,7 @@ def read_events(
         for source in files:
             size = max(total_size(source, reading), 1)
             for block in read_blocks(source, reading, quarantine):
-                columns = dict(zip(reading.copied_columns, block.copied, strict=True))
+                columns = dict(zip(reading.copied_columns, map(plain, block.copied), strict=True))
                 users, items, *side = block.categorical
                 faults, counts = Faults(), np.ones(len(block.lines), np.bool_)
                 faults.add(_missing(users), schema.user, users, "not a user")
@@ -151,17 +153,6 @@ def _times(column: pa.Array, schema: EventSchema) -> tuple[NDArray[np.int64], ND
 
 def _numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """A column as numbers, 0 where it holds none, and where it holds one."""
-    if is_text(column.type):
-        # as bytes, since strings may be no UTF-8
-        values = np.array([_number(value) for value in column.cast(pa.large_binary()).to_pylist()], np.float64)
-    else:
-        values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    values, _ = floats_of(column)
     finite = np.isfinite(values)
     return np.where(finite, values, 0.0), finite
-
-
-def _number(value: bytes | None) -> float:
-    try:
-        return float(value) if value is not None else np.nan
-    except ValueError:
-        return np.nan

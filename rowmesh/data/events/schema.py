@@ -206,6 +206,8 @@ def find_event_schema(schema: str | None) -> EventSchema | None:
     if schema is None:
         return None
     if schema not in LAYOUTS:
+        if not Path(schema).is_file():
+            return None
         try:
             values = tomllib.loads(Path(schema).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError):

@@ -29,7 +29,9 @@ def raw_encoder(data: RawData) -> Encoder:
     """
     is_text = data.schema.format == "text"
     as_read = {feature.name for feature in data.schema.categorical if feature.derive is None}
-    kinds = {name: kind for name, (_, kind) in zip(data.features, data.forms.forms, strict=True) if name in as_read}
+    known = zip(data.features, data.forms.forms, strict=True)
+    by_table = {data.table_of(name): kind for name, (_, kind) in known if name in as_read and kind is not None}
+    kinds = {name: by_table.get(data.table_of(name)) for name in as_read}
 
     def encode(name: str, values: pa.Array) -> NDArray[np.int64]:
         found = "integers" if pa.types.is_integer(values.type) else "text"

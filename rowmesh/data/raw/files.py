@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
-from rowmesh.data.parquet import PARQUET_ROWS, KnownForms, column_forms, read_forms, row_text, unreadable
+from rowmesh.data.parquet import KnownForms, column_forms, read_forms, read_tables, row_text
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema
@@ -25,16 +24,21 @@ END_FILE = "_END"
 """A file of this name says that no more files will come."""
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")
 _NEWLINE = ord("\n")
+_WHOLE = (
+    "Files must appear whole, by a rename: cut it back to what it was, and give what came later in a file of its own "
+    "with a later name"
+)
 
 
 class FileSource:
     """The rows of files, in the order in which they are given; or of a folder's, in the order of their names.
 
     With `follow`, files that appear in the folder later are read too, until there is one called `_END`. A file must
-    appear whole, by a rename, and its name must come after those of all that were there: what comes before would be
-    skipped by a run that is further on, so that is an error, also where it appears while a run is stopped. Names that
-    begin with "." or "_", or end with .tmp, .part, .partial or .crdownload, are not read. Without `follow` no file may
-    appear in the folder meanwhile: each rank lists it by itself.
+    appear whole, by a rename: one that grows after it was read is an error, since the rest would be skipped. Its name
+    must come after those of all that were there: what comes before would be skipped by a run that is further on, so
+    that is an error, also where it appears while a run is stopped. Names that begin with "." or "_", or end with .tmp,
+    .part, .partial or .crdownload, are not read. Without `follow` no file may appear in the folder meanwhile: each rank
+    lists it by itself.
 
     Columns of Parquet files hold lists or single ids, integers or text, and all files in the same way. The first file
     says which; where its column is of type null, the next ones do, or, with `follow`, the column holds single ids.
@@ -76,7 +80,7 @@ class FileSource:
         """The files that are there now, in their order.
 
         Raises:
-            DataError: one is a link to nothing.
+            DataError: one is a link to nothing, or no file.
         """
         if self._folder is None:
             return self._files
@@ -90,6 +94,10 @@ class FileSource:
                 raise DataError(
                     f"{path} is a link to {path.readlink()}, which is not there; put that back, or remove the link"
                 )
+            elif path.exists() and not path.is_dir():
+                raise DataError(
+                    f"{path} is a pipe, a socket or a device, and no file; remove it, or name it _{path.name}"
+                )
         return sorted(found)
 
     @property
@@ -101,6 +109,7 @@ class FileSource:
         """Chunks of rows; see `Source.chunks`."""
         has_forms = self.schema.format == "text"
         done: list[Path] = []
+        sizes: list[int] = []  # that they had when they were read
         resumed = None if position is None else str(position["file"])
         if resumed is not None:
             there = self.files
@@ -111,8 +120,11 @@ class FileSource:
                     "file any more; put it back, or start without the position"
                 )
             done = there[: names.index(resumed)]
-            self._check_read_before(resumed, names[: len(done)], (position or {}).get("before"))
+            sizes = [path.stat().st_size for path in done]
+            self._check_read_before(resumed, names[: len(done)], sizes, (position or {}).get("before"))
+            _check_size(there[len(done)], (position or {}).get("size"))
         digest = xxhash.xxh3_64(b"".join(_digested(self._name(path)) for path in done))
+        size_digest = xxhash.xxh3_64(_sized(sizes))
         while True:
             is_last = not self.follow or (self._folder is not None and (self._folder / END_FILE).exists())
             files = self.files  # listed after the end was looked for, so that none before the end is missed
@@ -122,10 +134,19 @@ class FileSource:
                 self._learn_forms(files[: max(len(done), 1)] if self.follow else files)
                 has_forms = True
             for path in files[len(done) :]:
+                if done:
+                    _check_size(done[-1], sizes[-1])
                 skip = int(position["row"]) if position is not None and self._name(path) == resumed else 0
-                yield from self._chunks_of(_File(path, self._name(path), [len(done), digest.hexdigest()]), skip)
+                before = [len(done), digest.hexdigest(), size_digest.hexdigest()]
+                file = _File(path, self._name(path), before, path.stat().st_size)
+                yield from self._chunks_of(file, skip)
+                _check_size(path, file.size)
                 done.append(path)
-                digest.update(_digested(self._name(path)))
+                sizes.append(file.size)
+                digest.update(_digested(file.name))
+                size_digest.update(_sized([file.size]))
+            for path, size in zip(done, sizes, strict=True) if is_last else zip(done[-1:], sizes[-1:], strict=True):
+                _check_size(path, size)
             if is_last:
                 return
             yield None
@@ -154,10 +175,23 @@ class FileSource:
                 f"({', '.join(_UNFINISHED)}) and folders in it are left out"
             )
 
-    def _check_read_before(self, resumed: str, names: Sequence[str], read: Sequence[Any] | None) -> None:
-        """Refuses a position before which other files were read than are there now; those of earlier versions pass."""
-        if read is None or list(read) == [len(names), xxhash.xxh3_64_hexdigest(b"".join(map(_digested, names)))]:
+    def _check_read_before(
+        self, resumed: str, names: Sequence[str], sizes: Sequence[int], read: Sequence[Any] | None
+    ) -> None:
+        """Refuses a position before which other files were read than are there now; those of earlier versions pass.
+
+        These have no digest of sizes, or none at all.
+        """
+        there = [len(names), *(xxhash.xxh3_64_hexdigest(of) for of in (b"".join(map(_digested, names)), _sized(sizes)))]
+        if read is None or list(read) == there[: len(read)]:
             return
+        if list(read)[:2] == there[:2]:
+            latest = max(self.files[: len(names)], key=lambda path: path.stat().st_mtime_ns)
+            raise DataError(
+                f"{self._base}: one of the {len(names):,} files before {resumed}, in which the position is, has "
+                f"another size than when it was read; written to last was {latest}. {_WHOLE}, or start without the "
+                "position"
+            )
         what = "appeared" if len(names) > int(read[0]) else "are gone or have other names"
         raise DataError(
             f"{self._base}: {len(names):,} files come before {resumed}, in which the position is, and {read[0]:,} were "
@@ -194,15 +228,16 @@ class FileSource:
 
 
 class _File(NamedTuple):
-    """A file, what positions name it, and how many files come before it, with a digest of their names."""
+    """A file, what positions name it, how many come before it, with digests of their names and sizes, and its size."""
 
     path: Path
     name: str
     before: list[int | str]
+    size: int
 
     def position(self, row: int) -> Position:
         """The place after so many rows."""
-        return {"file": self.name, "row": row, "before": self.before}
+        return {"file": self.name, "row": row, "before": self.before, "size": self.size}
 
 
 class _Rest:
@@ -277,15 +312,24 @@ def _text_chunks(file: _File, schema: Schema) -> Iterator[_TextChunk]:
 
 def _table_chunks(file: _File, schema: Schema, forms: KnownForms) -> Iterator[_TableChunk]:
     path, row = file.path, 0
-    try:
-        with pq.ParquetFile(path, memory_map=True) as opened:
-            forms.add(path, column_forms(path, schema, opened.schema_arrow))
-            for batch in opened.iter_batches(PARQUET_ROWS, columns=list(schema.source_columns)):
-                if batch.num_rows:
-                    yield _TableChunk(file, pa.Table.from_batches([batch]), row)
-                row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise unreadable(path, error) from error
+    for table in read_tables(path, schema, lambda types: forms.add(path, column_forms(path, schema, types))):
+        if table.num_rows:
+            yield _TableChunk(file, table, row)
+        row += table.num_rows
+
+
+def _check_size(path: Path, size: int | None) -> None:
+    """Refuses a file that has another size than when it was read; a position of earlier versions has none."""
+    if size is None or not path.exists() or (now := path.stat().st_size) == size:  # what is gone, others say
+        return
+    what = f"{path} has {now:,} bytes, and had {size:,} when it was read"
+    if now > size:
+        raise DataError(f"{what}: what came later would be skipped. {_WHOLE}")
+    raise DataError(f"{what}: it is not the file that was read; put that back, or start without the position")
+
+
+def _sized(sizes: Sequence[int]) -> bytes:
+    return b"".join(size.to_bytes(8, "little") for size in sizes)
 
 
 def _digested(name: str) -> bytes:

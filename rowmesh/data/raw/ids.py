@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rowmesh.data.parquet import is_text
+from rowmesh.data.plain_columns import is_text
 from rowmesh.errors import DataError
 from rowmesh.ops.hash_text import hash_text
 

@@ -21,6 +21,7 @@ from rowmesh.data.events.read import read_events
 from rowmesh.data.progress import silent
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.raw.ids import ids_of
+from rowmesh.data.scalars import shown
 from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.files.atomic import replacing_file
@@ -133,7 +134,7 @@ def recommend(
                 f"{file}: no event is left of {len(coded):,}: {int(is_later.sum()):,} are after {asked} and "
                 f"{int((~is_known).sum()):,} of items that {run} does not know"
             )
-        names = events.users.values(np.arange(len(events.users)))
+        names = _as_text(events.users.values(np.arange(len(events.users))))
         has = np.isin(np.arange(len(events.users)), histories.users)
         table = _ranked(job, sequence, histories, names, top, asked, seen)
     return Recommended(
@@ -202,9 +203,18 @@ def _rows_of(coded: Vocabulary, known: pa.Array) -> NDArray[np.int64]:
     return np.array([rows.get(_name(value), -1) for value in given.to_pylist()], np.int64)
 
 
-def _name(value: object) -> str:
-    """As text; a missing value of a side column is "" in files of text."""
-    return "" if value is None else str(value)
+def _name(value: object) -> bytes:
+    """As bytes, since names may be no UTF-8; a missing value of a side column is empty in files of text."""
+    if isinstance(value, bytes):
+        return value
+    return b"" if value is None else str(value).encode("utf-8", "surrogatepass")
+
+
+def _as_text(values: pa.Array) -> pa.Array:
+    """Names for the table; one that is no UTF-8 has backslashes in the place of its bytes, and changes no other."""
+    if not pa.types.is_large_binary(values.type):
+        return values
+    return pa.array([shown(value) for value in values], pa.large_string())
 
 
 def _histories(
@@ -224,7 +234,7 @@ def _histories(
 
 
 def _ranked(job: Job, data: SequenceData, known: _Histories, names: pa.Array, top: int, at: int, seen: str) -> pa.Table:
-    options, values = job.config.model.sequence, data.sequences.item_values()
+    options, values = job.config.model.sequence, _as_text(data.sequences.item_values())
     parts = []
     with torch.no_grad():
         candidates = Candidates.of(job, data.sequences.num_items).named(data.sequences.raw)

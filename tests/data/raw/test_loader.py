@@ -246,6 +246,78 @@ def test_work_is_linear_in_the_number_of_files(tmp_path, monkeypatch):
     assert 0 < calls["measured"] < 12 * number
 
 
+def grown(path, rows):
+    with path.open("ab") as file:
+        file.write(rows)
+
+
+def followed(folder, state=None, wait=lambda: None):
+    source = FileSource([folder], SCHEMA, follow=True)
+    batches = RawLoader(source, SCHEMA, batch_size=4, quarantine=NoBadRows(), agree=waiting_by(wait), prefetch=0)
+    if state is not None:
+        batches.load_state_dict(state)
+    return batches
+
+
+@pytest.mark.parametrize("when", ["waiting", "next", "end", "reading"])
+def test_a_followed_file_that_grows_is_an_error(tmp_path, when):
+    """Its rest would be lost."""
+    folder = folder_of(tmp_path, [8], "text")
+    last = sorted(folder.iterdir())[-1]
+    more, step = last.read_bytes().split(b"\n", 1)[1][:20], iter(range(9))
+
+    def wait():
+        if (number := next(step)) == 0:
+            if when == "next":
+                write_text(folder / "zzz.csv", rows_of(20, 4))
+            if when == "end":
+                (folder / "_END").touch()
+            grown(last, more)
+        assert number < 3
+
+    batches = followed(folder, wait=wait)
+
+    def read():
+        for _ in batches:
+            if when == "reading":
+                grown(last, more)
+
+    with pytest.raises(
+        DataError, match=rf"{last.name} has [\d,]+ bytes, and had [\d,]+ when it was read: what came later"
+    ):
+        read()
+
+
+def test_a_file_that_grew_while_a_run_was_stopped_is_an_error(tmp_path):
+    for number, name in enumerate("abd"):
+        write_text(tmp_path / f"{name}.csv", rows_of(8 * number, 8))
+    (tmp_path / "_END").touch()
+    first = followed(tmp_path)
+    batches, states = iter(first), []
+    for _ in range(6):
+        next(batches)
+        states.append(json.loads(json.dumps(first.state_dict())))
+    batches.close()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for name, state, message in (
+        ("b", states[2], r"b\.csv has [\d,]+ bytes, and had"),
+        ("b", states[4], r"one of the 2 files before d.csv, .* written to last was .*b\.csv"),
+        ("d", states[2], None),
+    ):
+        grown(tmp_path / f"{name}.csv", before[tmp_path / "b.csv"].split(b"\n", 1)[1])
+        if message is None:
+            assert len(list(followed(tmp_path, state))) == 5
+        else:
+            with pytest.raises(DataError, match=message):
+                list(followed(tmp_path, state))
+        (tmp_path / f"{name}.csv").write_bytes(before[tmp_path / f"{name}.csv"])
+        assert len(list(followed(tmp_path, state))) == 6 - state["batches"]
+    position = {name: value for name, value in states[4]["position"].items() if name != "size"}
+    earlier = {**states[4], "position": {**position, "before": position["before"][:2]}}
+    grown(tmp_path / "b.csv", b"\n")
+    assert len(list(followed(tmp_path, earlier))) == 1  # of an earlier version, which kept names alone
+
+
 def test_a_file_that_would_be_skipped_is_an_error(tmp_path):
     folder = folder_of(tmp_path, [5, 3], "text")
 
@@ -336,6 +408,11 @@ def test_changed_files_are_named(tmp_path):
     write_text(folder / "001.csv", [])
     second = loader(folder)
     second.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match=r"001.csv has 29 bytes, and had \d+ when it was read: it is not the file"):
+        list(second)
+    state = first.state_dict()
+    position = {name: value for name, value in state["position"].items() if name != "size"}
+    second.load_state_dict({**state, "position": position})  # of an earlier version
     with pytest.raises(DataError, match=r"001.csv has 0 rows, and the position is after row 1 of it"):
         list(second)
     (folder / "001.csv").unlink()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rowmesh.cli.__main__ import main
+from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
-from rowmesh.train.sequence.recommend import recommend
+from rowmesh.train.sequence.recommend import _rows_of, recommend
 
 
 @pytest.fixture
@@ -79,3 +81,28 @@ def test_the_histories_are_never_replaced_by_the_recommendations(run, events, tm
             main(["recommend", str(run), "--user-history", str(file), "--out", str(out), "--overwrite"])
         assert f"--out {out} is the file to read" in capsys.readouterr().err.replace("\n", " ")
     assert file.read_bytes() == before
+
+
+def test_a_name_that_is_no_utf8_changes_no_other(run, events, tmp_path):
+    """Neither an item's, nor a user's."""
+    file = history(events, tmp_path / "all.csv")
+    known = recommend(run, file, top=5, at=2**40)
+    strange = tmp_path / "more.csv"
+    item = events.item_values()[0].as_py().encode()
+    strange.write_bytes(file.read_bytes() + b"new,caf\xe9,946700000\n" + b"us\xe9r,%s,946700000\n" % item)
+    found = recommend(run, strange, top=5, at=2**40)
+    assert (found.num_unknown, found.without) == (1, ["new"])
+    assert found.table.slice(0, len(known.table)).equals(known.table)
+    assert found.table["user"].to_pylist()[len(known.table) :] == ["us\\xe9r"] * 5
+
+
+@pytest.mark.parametrize("strange", [[], ["known"], ["given"], ["known", "given"]])
+def test_rows_are_found_by_the_bytes_of_names(strange):
+    values = {"known": [b"a", b"7", b""], "given": [b"7", b"b", b"a", b""]}
+    coded = Vocabulary("x")
+    coded.encode(pa.array([*values["given"], *([b"\xff"] if "given" in strange else [])]))
+    known = pa.array([*values["known"], *([b"\xff"] if "known" in strange else [])])
+    known = known if "known" in strange else known.cast(pa.large_string())
+    last = [] if "given" not in strange else [3 if "known" in strange else -1]
+    assert _rows_of(coded, known).tolist() == [1, -1, 0, 2, *last]
+    assert _rows_of(coded, pa.array([7, None])).tolist()[:4] == [0, -1, -1, 1]
