@@ -106,6 +106,7 @@ class Engine:
         step_count: how many steps were taken.
         num_migrations: how many plans were taken over.
         num_sets: how often rows were set from outside.
+        stand_in: what stands in the place of rows for a while, which no step may change; "" where rows do.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Engine:
         self._num_opened = 0  # steps whose batches a pipeline has opened
         self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = self.num_sets = 0
+        self.stand_in = ""
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
     @property
@@ -204,8 +206,7 @@ class Engine:
 
     def push(self, routes: Sequence[Route] | None, rates: Sequence[Rate]) -> None:
         """Sends the gradients of routes, by default of all that wait, to the owners, which update rows. Collective."""
-        if self._driver is not None:
-            raise self._is_driven("rows are updated")
+        self._check_free("rows are updated")
         with self.gate.writing:
             step = Step(self.step_count + 1, rates, self._group_names)
             taken = self.pending.take(routes, self._num_pushes + 1)
@@ -350,6 +351,7 @@ class Engine:
         with self.gate.writing:
             if self._driver is not None:
                 raise self._is_driven("another one begins")
+            self._check_free("a pipeline begins")
             self.mesh.claim("pipeline")
             self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
             self._num_opened = self.step_count
@@ -382,6 +384,16 @@ class Engine:
     @staticmethod
     def _is_driven(what: str) -> RowmeshError:
         return RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {what}")
+
+    def _check_free(self, doing: str) -> None:
+        """Raises RowmeshError where a pipeline has the rows, or something else stands in their place."""
+        if self._driver is not None:
+            raise self._is_driven(doing)
+        if self.stand_in:
+            raise RowmeshError(
+                f"{self.stand_in} stand in the place of rows and would be changed instead; leave the block of "
+                f"`AveragedRows.applied()`, or call its restore(), before {doing}"
+            )
 
     def make_step(self, rates: Sequence[Rate], number: int = -1) -> Step:
         """A step of all groups."""
@@ -459,8 +471,7 @@ class Engine:
 
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas."""
-        if self._driver is not None:
-            raise self._is_driven("rows are set")
+        self._check_free("rows are set")
         with self.gate.writing:
             self._num_pushes += 1
             self.num_sets += 1
@@ -528,8 +539,7 @@ class Engine:
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
-        if self._driver is not None:
-            raise self._is_driven("rows migrate")
+        self._check_free("rows migrate")
         with self.gate.writing:
             began = time.perf_counter()
             self.shard_groups.barrier()  # devices may hold batches that no host has checked

@@ -205,7 +205,7 @@ def test_averages_on_two_ranks_are_those_of_one(ranks: RankPool, transport):
 
 def test_a_step_among_averages_is_an_error():
     embeddings = make()
-    with pytest.raises(RowmeshError, match="a step was taken while averages stood"), AveragedRows(embeddings).applied():
+    with pytest.raises(RowmeshError, match="averages stand in the place of rows"), AveragedRows(embeddings).applied():
         EmbeddingOptimizer(embeddings).step()
 
 
