@@ -11,7 +11,7 @@ from rowmesh.collection import EmbeddingCollection
 from rowmesh.embeddings import LocalRows
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.faults import reach
-from rowmesh.interrupts import interrupts_held
+from rowmesh.interrupts import hold, release
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.turns import wait_for_those_before
 
@@ -82,7 +82,7 @@ class AveragedRows:
                 "averages stand in the place of rows, and would be averaged with themselves; update when the block of "
                 "`applied()` has ended, or after restore()"
             )
-        with interrupts_held():  # all tables have as many updates
+        with _held():  # all tables have as many updates
             for average, (values, piece) in zip(self._averages, self._current(), strict=True):
                 assert average is not None
                 now = values.detach().cpu()
@@ -111,7 +111,7 @@ class AveragedRows:
         embeddings.forget_differences()
         embeddings.barrier()  # ranks may read each other's rows
         try:
-            with interrupts_held():  # ranks enter together
+            with _held():  # ranks enter together
                 embeddings.engine.stand_in = "averages"
                 self._on_every_rank(self._put_averages, "putting averages in the place of rows")
                 embeddings.barrier()
@@ -139,7 +139,7 @@ class AveragedRows:
                 return False
             return True
 
-        with interrupts_held():
+        with _held():
             if not engine.stand_in:
                 return
             go_on(lambda: wait_for_those_before([self._embeddings]))  # it reads averages
@@ -193,6 +193,16 @@ class AveragedRows:
     def _check(self) -> None:
         if self._embeddings.engine.num_migrations != self._migrations:
             raise RowmeshError("rows migrated to another plan since their averages began; make AveragedRows anew")
+
+
+@contextmanager
+def _held() -> Iterator[None]:
+    """Ctrl-C within is heeded at the end."""
+    hold()
+    try:
+        yield
+    finally:
+        release()
 
 
 def _set(values: Tensor, piece: LocalRows | None, now: Tensor | None) -> None:

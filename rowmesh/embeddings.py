@@ -194,6 +194,16 @@ class Embeddings:
             self._values, self._is_split = torch.cat([*self._parts.values()], dim=1), False
         return self._values
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all vectors."""
+        return self._values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where vectors are."""
+        return self._values.device
+
     def __getitem__(self, feature: str) -> Any:
         """`[B, D]` of one feature; JaggedRows where its table does not pool."""
         if feature in self._sequences:
@@ -207,7 +217,8 @@ class Embeddings:
 
     def _split(self) -> Sequence[Tensor]:
         """The vectors of each feature: split once, whose backward assembles one gradient instead of one a feature."""
-        if self._is_given:  # views: what changes these in place would change what was given, and torch refuses it
+        is_program_s = self._values.is_leaf and self._values.requires_grad
+        if self._is_given or is_program_s:  # views: to change these in place would change all, and torch refuses it
             return self._values.split(self.dims, dim=1)
         self._is_split = bool(self.features)
         return split_apart(self._values, self.dims, dim=1)

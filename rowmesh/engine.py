@@ -17,6 +17,7 @@ from itertools import accumulate, count
 from threading import Event
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.freezing import freeze
 from rowmesh.gate import Gate
-from rowmesh.gradient_norm import gradient_norm
+from rowmesh.gradient_norm import are_finite, gradient_norm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.sole import are_sole
@@ -304,9 +305,17 @@ class Engine:
         pooling = self.outputs.pooling
         mine = all(pooling.is_finite(route.groups) for route in self.pending.routes)
         is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
+        if not is_finite and self.resolver is not None:  # perhaps those alone that are dropped anyway
+            guests = self._guests("checking gradients")
+            mine = mine or are_finite(self.exchanges, self.pending.routes, guests)
+            is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
         if not is_finite:
             self.pending.refuse()
         return is_finite
+
+    def _guests(self, doing: str) -> dict[str, np.ndarray]:
+        """Of each dynamic table rows whose gradients are dropped. Collective."""
+        return {} if self.resolver is None else self.resolver.guests(doing)
 
     def gradient_norm(self) -> float:
         """The norm of the gradients that wait for a push, as `rowmesh.gradient_norm` has it. Collective."""
@@ -317,7 +326,8 @@ class Engine:
                 "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
                 "dense parameters alone, or take exact synchronization"
             )
-        return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes)
+        guests = self._guests("computing the norm of gradients")
+        return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes, guests)
 
     def agree(self, value: float) -> list[float]:
         """The values of all ranks. Collective."""

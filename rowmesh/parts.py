@@ -60,7 +60,7 @@ class Parts:
     @property
     def names(self) -> list[str]:
         """Of all, but for those that are tables alone."""
-        return [name for name, part in self._given.items() if not isinstance(part, EmbeddingCollection)]
+        return [name for name, part in self._given.items() if not _has_tables_alone(part)]
 
     @property
     def stateful(self) -> list[str]:
@@ -228,6 +228,14 @@ def check_plain(value: Any, where: str) -> None:
     else:
         for number, each in enumerate(value):
             check_plain(each, f"{where}[{number}]")
+
+
+def _has_tables_alone(part: Any) -> bool:
+    """Whether it is a collection that has no state beside its rows, as a subclass may have."""
+    if not isinstance(part, EmbeddingCollection):
+        return False
+    with in_form("elsewhere"):
+        return not part.state_dict()
 
 
 def _state_of(part: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rowmesh"
 # What is further down may import what is above it, or what stands beside it as long as there is no cycle.
 LAYERS = [
-    {"errors", "suggest", "extras", "faults", "gate", "interrupts", "state_form", "turns", "random_states"},
+    {"errors", "suggest", "extras", "faults", "interrupts", "gate", "state_form", "turns", "random_states"},
     {"files", "ops", "counters", "sparse", "models"},
     {"observe"},
     {"tables", "optim", "data"},

@@ -188,7 +188,8 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         if before is not None and before.num_backwards != now:
             raise RowmeshError(_BACKWARD_AFTER)
         factor, is_finite = (1.0, True) if before is None else before[:2]
-        total = torch.tensor(math.hypot(norms[0], factor * self._engine.gradient_norm()))
+        norm = math.hypot(norms[0], factor * self._engine.gradient_norm())
+        total = torch.tensor(norm, dtype=self._norm_dtype(gradients))
         if not is_finite:
             return total  # the scaler leaves this step out
         if error_if_nonfinite and not total.isfinite():
@@ -197,8 +198,14 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler leaves such steps out"
             )
         torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total)
-        self._unscaled = _Unscaled(factor * min(1.0, max_norm / (float(total) + 1e-6)), True, now)
+        self._unscaled = _Unscaled(factor * min(1.0, max_norm / (norm + 1e-6)), True, now)
         return total
+
+    def _norm_dtype(self, gradients: Sequence[Tensor]) -> torch.dtype:
+        """As torch has it for one model: the widest of what is clipped."""
+        is_double = any(group.dtype == torch.float64 for group in self.collection.groups)
+        is_double = is_double or any(gradient.dtype == torch.float64 for gradient in gradients)
+        return torch.float64 if is_double else torch.float32
 
     def _unscale(self, factor: float) -> bool:
         """Notes what gradients are to be multiplied by; returns whether they are finite on all ranks. Collective."""
