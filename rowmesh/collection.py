@@ -78,6 +78,8 @@ class EmbeddingCollection(TableModule):
         device: where rows live and look-ups run, "cpu" or "cuda" (the current GPU); equal to rounding. Batches stay in
             the host's memory, best pinned; vectors come out on the device.
         wire_dtype: `torch.bfloat16` rounds rows and gradients in messages to half their bytes; it changes the model.
+            What does not travel is not rounded: one-sided nothing is, so with transport "auto" the ranks of one host
+            train another model than those of two; `transport_reason` says which.
 
     Raises:
         ConfigurationError: tables clash, the transport cannot work here, replicas do not divide the ranks, ranks

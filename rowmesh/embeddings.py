@@ -165,10 +165,9 @@ def views_of(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
 
 
 class Embeddings:
-    """What a look-up returns.
+    """What a look-up returns. Vectors may be changed in place, as those of any layer (`nn.ReLU(inplace=True)`).
 
     Attributes:
-        values: `[B, ΣD]`, the vectors of all pooled features side by side.
         features: the pooled features, in the order of their columns.
         dims: D of each of them.
     """
@@ -176,27 +175,57 @@ class Embeddings:
     def __init__(
         self, values: Tensor, features: tuple[str, ...], dims: tuple[int, ...], sequences: dict[str, JaggedRows]
     ) -> None:
-        self.values = values
+        self._values = values
         self.features = features
         self.dims = dims
         self._sequences = sequences
         self._parts: dict[str, Tensor] | None = None
+        self._is_given, self._is_split = False, False
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, ΣD]`, the vectors of all pooled features side by side.
+
+        Once vectors of single features were taken, a copy of these: what changes them in place changes nothing else.
+        """
+        self._is_given = True
+        if self._is_split and self._parts is not None:
+            self._values, self._is_split = torch.cat([*self._parts.values()], dim=1), False
+        return self._values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all vectors."""
+        return self._values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where vectors are."""
+        return self._values.device
 
     def __getitem__(self, feature: str) -> Any:
         """`[B, D]` of one feature; JaggedRows where its table does not pool."""
         if feature in self._sequences:
             return self._sequences[feature]
-        if self._parts is None:  # split once: its backward assembles one gradient instead of one a feature
-            self._parts = dict(zip(self.features, self.values.split(self.dims, dim=1), strict=True))
+        if self._parts is None:
+            self._parts = dict(zip(self.features, self._split(), strict=True))
         try:
             return self._parts[feature]
         except KeyError:
             raise KeyError(f"no feature {feature!r}; there are {[*self.features, *self._sequences]}") from None
 
+    def _split(self) -> Sequence[Tensor]:
+        """The vectors of each feature: split once, whose backward assembles one gradient instead of one a feature."""
+        is_program_s = self._values.is_leaf and self._values.requires_grad
+        if self._is_given or is_program_s:  # views: to change these in place would change all, and torch refuses it
+            return self._values.split(self.dims, dim=1)
+        self._is_split = bool(self.features)
+        return split_apart(self._values, self.dims, dim=1)
+
     def __repr__(self) -> str:
         columns = [f"{name} {dim}" for name, dim in zip(self.features, self.dims, strict=True)]
         columns += [f"{name} {rows!r}" for name, rows in self._sequences.items()]
-        return f"Embeddings(values {list(self.values.shape)}: {', '.join(columns)})"
+        return f"Embeddings(values {list(self._values.shape)}: {', '.join(columns)})"
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.features, *self._sequences))
@@ -210,7 +239,7 @@ class Embeddings:
         parts = {name: self[name] for name in features}
         pooled = {name: part for name, part in parts.items() if name not in self._sequences}
         sequences = {name: part for name, part in parts.items() if name in self._sequences}
-        values = torch.cat(list(pooled.values()), dim=1) if pooled else self.values[:, :0]
+        values = torch.cat(list(pooled.values()), dim=1) if pooled else self._values[:, :0]
         return Embeddings(values, tuple(pooled), tuple(part.shape[1] for part in pooled.values()), sequences)
 
     def stacked(self) -> Tensor:
@@ -219,6 +248,14 @@ class Embeddings:
             dims = dict(zip(self.features, self.dims, strict=True))
             raise ConfigurationError(f"features of different dims cannot be stacked: {dims}")
         return self.values.view(self.values.shape[0], len(self.dims), self.dims[0])
+
+
+def split_apart(values: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """Parts of a tensor that nothing else will be read from: views to their memory, and to autograd none.
+
+    So each of them may be changed in place, which torch refuses of views that come several at once.
+    """
+    return torch.unsafe_split_with_sizes(values, [*sizes], dim)
 
 
 class Outputs:
@@ -284,7 +321,7 @@ class Outputs:
         found: dict[str, JaggedRows] = {}
         for (index, features), values in zip(self._sequences, outputs, strict=True):
             lengths = [end - begin for begin, end in groups[index].layout.features[:, :2].tolist()]
-            for name, rows in zip(features, values.split(lengths), strict=True):
+            for name, rows in zip(features, split_apart(values, lengths, dim=0), strict=True):
                 first = batch.features.index(name) * batch.batch_size
                 offsets = batch.offsets[first + samples.start : first + samples.stop + 1]
                 found[name] = JaggedRows(rows, upload(offsets - offsets[0], rows.device))

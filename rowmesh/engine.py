@@ -17,6 +17,7 @@ from itertools import accumulate, count
 from threading import Event
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.freezing import freeze
 from rowmesh.gate import Gate
-from rowmesh.gradient_norm import gradient_norm
+from rowmesh.gradient_norm import are_finite, gradient_norm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.sole import are_sole
@@ -109,6 +110,7 @@ class Engine:
         step_count: how many steps were taken.
         num_migrations: how many plans were taken over.
         num_sets: how often rows were set from outside.
+        stand_in: what stands in the place of rows for a while, which no step may change; "" where rows do.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class Engine:
         self._num_resolved = 0  # batches that dynamic tables had opened when a pipeline began
         self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = self.num_sets = 0
+        self.stand_in = ""
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
     @property
@@ -227,8 +230,7 @@ class Engine:
 
     def push(self, routes: Sequence[Route] | None, rates: Sequence[Rate]) -> None:
         """Sends the gradients of routes, by default of all that wait, to the owners, which update rows. Collective."""
-        if self._driver is not None:
-            raise self._is_driven("rows are updated")
+        self._check_free("rows are updated")
         with self.gate.writing:
             step = Step(self.step_count + 1, rates, self._group_names)
             taken = self.pending.take(routes, self._num_pushes + 1)
@@ -360,9 +362,17 @@ class Engine:
         pooling = self.outputs.pooling
         mine = all(pooling.is_finite(route.groups) for route in self.pending.routes)
         is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
+        if not is_finite and self.resolver is not None:  # perhaps those alone that are dropped anyway
+            guests = self._guests("checking gradients")
+            mine = mine or are_finite(self.exchanges, self.pending.routes, guests)
+            is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
         if not is_finite:
             self.pending.refuse()
         return is_finite
+
+    def _guests(self, doing: str) -> dict[str, np.ndarray]:
+        """Of each dynamic table rows whose gradients are dropped. Collective."""
+        return {} if self.resolver is None else self.resolver.guests(doing)
 
     def gradient_norm(self) -> float:
         """The norm of the gradients that wait for a push, as `rowmesh.gradient_norm` has it. Collective."""
@@ -373,7 +383,8 @@ class Engine:
                 "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
                 "dense parameters alone, or take exact synchronization"
             )
-        return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes)
+        guests = self._guests("computing the norm of gradients")
+        return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes, guests)
 
     def agree(self, value: float) -> list[float]:
         """The values of all ranks. Collective."""
@@ -418,6 +429,7 @@ class Engine:
         with self.gate.writing:
             if self._driver is not None:
                 raise self._is_driven("another one begins")
+            self._check_free("a pipeline begins")
             self.mesh.claim("pipeline")
             self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
             self._num_opened = self.step_count
@@ -460,6 +472,16 @@ class Engine:
     @staticmethod
     def _is_driven(what: str) -> RowmeshError:
         return RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {what}")
+
+    def _check_free(self, doing: str) -> None:
+        """Raises RowmeshError where a pipeline has the rows, or something else stands in their place."""
+        if self._driver is not None:
+            raise self._is_driven(doing)
+        if self.stand_in:
+            raise RowmeshError(
+                f"{self.stand_in} stand in the place of rows and would be changed instead; leave the block of "
+                f"`AveragedRows.applied()`, or call its restore(), before {doing}"
+            )
 
     def make_step(self, rates: Sequence[Rate], number: int = -1) -> Step:
         """A step of all groups."""
@@ -598,8 +620,7 @@ class Engine:
 
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas."""
-        if self._driver is not None:
-            raise self._is_driven("rows are set")
+        self._check_free("rows are set")
         with self.gate.writing:
             self._num_pushes += 1
             self.num_sets += 1
@@ -667,8 +688,7 @@ class Engine:
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
-        if self._driver is not None:
-            raise self._is_driven("rows migrate")
+        self._check_free("rows migrate")
         with self.gate.writing:
             began = time.perf_counter()
             self.shard_groups.barrier()  # devices may hold batches that no host has checked

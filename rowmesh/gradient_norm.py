@@ -2,12 +2,13 @@
 
 No rank has these sums before the update, in which owners make them. So gradients travel once more, between hosts, also
 those that are on a device: those of a row go to the rank that its number gives, which adds them up in float64. Of
-tensor-train tables the gradients are those of the cores, which are made here and, by the update, once more.
+tensor-train tables the gradients are those of the cores, which are made here and, by the update, once more. Guests of
+dynamic tables, ids that have no row of their own, get no update: their gradients do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -30,7 +31,11 @@ _DOING = "computing the norm of gradients"
 
 
 def gradient_norm(
-    mesh: Mesh, exchanges: Sequence[GroupExchange], computed: Sequence[CoreShardGroup], routes: Sequence[Route]
+    mesh: Mesh,
+    exchanges: Sequence[GroupExchange],
+    computed: Sequence[CoreShardGroup],
+    routes: Sequence[Route],
+    guests: Mapping[str, np.ndarray],
 ) -> float:
     """The norm of the gradients that wait, of the mean over ranks; the same number on all ranks.
 
@@ -41,6 +46,7 @@ def gradient_norm(
         exchanges: of all groups.
         computed: those of tensor-train tables.
         routes: whose gradients wait.
+        guests: of each dynamic table the rows whose gradients are dropped.
 
     Raises:
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
@@ -50,16 +56,51 @@ def gradient_norm(
         if exchange.is_frozen or exchange.group.storage == "tensor_train":
             continue
         groups = [route.groups[number] for route in routes]
-        total += _sum_of_squares(mesh, exchange, groups)
+        total += _sum_of_squares(mesh, exchange, groups, guests)
     sums = gather_objects(mesh, total, _DOING)
     return float(np.sqrt(sum(sums))) / mesh.world_size
 
 
-def _sum_of_squares(mesh: Mesh, exchange: GroupExchange, groups: Sequence[AnyRouteGroup]) -> float:
-    """Of the rows that this rank adds up."""
-    dim, dtype = exchange.group.dim, compute_dtype(exchange.group.dtype)
+def are_finite(exchanges: Sequence[GroupExchange], routes: Sequence[Route], guests: Mapping[str, np.ndarray]) -> bool:
+    """Whether this rank's gradients of rows are finite, but for those of guests.
+
+    Args:
+        exchanges: of all groups.
+        routes: whose gradients wait.
+        guests: as for `gradient_norm`.
+    """
+    for number, exchange in enumerate(exchanges):
+        groups = [route.groups[number] for route in routes if not exchange.is_frozen]
+        if exchange.group.storage == "dynamic":
+            pairs = _summands(exchange, groups, guests)
+            is_finite = all(bool(gradients.isfinite().all()) for _, gradients in pairs)
+        else:
+            is_finite = all(bool(group.look_up.is_finite()) for group in groups)
+        if not is_finite:
+            return False
+    return True
+
+
+def _summands(
+    exchange: GroupExchange, groups: Sequence[AnyRouteGroup], guests: Mapping[str, np.ndarray]
+) -> list[tuple[Tensor, Tensor]]:
+    """The numbers of rows that look-ups asked for, int64 `[U]`, and their gradients, `[U, D]`, without guests."""
     find = _on_host(exchange) if exchange.device is None else _on_device(exchange)
     pairs = [find(group.look_up) for group in groups]
+    tables = zip(exchange.group.tables, _first_numbers(exchange), strict=False)
+    dropped = [first + guests[table.name] for table, first in tables if table.name in guests]
+    if not any(map(len, dropped)):
+        return pairs
+    stays = [~torch.isin(numbers, torch.from_numpy(np.concatenate(dropped))) for numbers, _ in pairs]
+    return [(numbers[mask], found[mask]) for (numbers, found), mask in zip(pairs, stays, strict=True)]
+
+
+def _sum_of_squares(
+    mesh: Mesh, exchange: GroupExchange, groups: Sequence[AnyRouteGroup], guests: Mapping[str, np.ndarray]
+) -> float:
+    """Of the rows that this rank adds up."""
+    dim, dtype = exchange.group.dim, compute_dtype(exchange.group.dtype)
+    pairs = _summands(exchange, groups, guests)
     keys = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(numbers for numbers, _ in pairs)])
     gradients = torch.cat([torch.empty(0, dim, dtype=dtype, device="cpu"), *(found for _, found in pairs)])
     if mesh.group is not None:

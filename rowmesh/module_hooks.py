@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError
-from rowmesh.row_state import Holder, Kind, entries, load_rows, save_rows
+from rowmesh.row_state import Holder, Kind, entries, load_rows, no_numbers, save_rows, tables_of
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged
 from rowmesh.state_form import state_form
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from rowmesh.engine import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_NO_COPY = (
-    "an EmbeddingCollection cannot be copied or pickled: its rows may be spread over ranks. Make another with the same "
-    "tables, and give it the rows by load_state_dict(embeddings.state_dict()), or by rowmesh.save and rowmesh.load; "
-    "for a moving average of rows take rowmesh.AveragedRows in the place of AveragedModel"
-)
 
 
 def frozen_or_not(method: F) -> F:
@@ -124,11 +118,44 @@ class TableModule(nn.Module):
         self.engine.freeze(tables, is_frozen=is_frozen)
         self.is_frozen = all_frozen(self.engine)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients of rows that no step has used, as `EmbeddingOptimizer.zero_grad` does.
+
+        `zero_grad` of a module around this one does not come here: torch calls it for parameters alone.
+        """
+        self.engine.discard_pending()
+        super().zero_grad(set_to_none)
+
+    def __getattr__(self, name: str) -> Any:
+        """As of any module; says of a table why it is no attribute.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if all(table.name != name for table in self.__dict__.get("tables", ())):
+                raise
+        raise AttributeError(
+            f"{name!r} is a table of this EmbeddingCollection, whose rows are no parameters of a module: rowmesh.save "
+            f"writes them, held_rows({name!r}) and known_rows({name!r}) of a dynamic table give those of this rank. "
+            "torch.distributed.checkpoint saves what rowmesh.ShardedState wraps; its get_model_state_dict and "
+            "get_state_dict look for parameters alone"
+        )
+
+    def __prepare_scriptable__(self) -> Any:
+        """As torch.jit.script asks for it: refused."""
+        raise RowmeshError(
+            "torch.jit.script cannot compile a look-up, whose rows are in no graph: script the dense part of the model "
+            "by itself, given vectors as its inputs; `rowmesh export` and rowmesh.publish write the tables"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As `to`, `half`, `cuda` and others call it.
 
         Raises:
-            ConfigurationError: it would cast or move tables.
+            ConfigurationError: it would cast, move, share or empty tables.
         """
         for table in cast("Holder", self).tables:
             before = torch.empty(0, dtype=table.dtype, device=self.device)
@@ -143,15 +170,39 @@ class TableModule(nn.Module):
                     f"tables stay on the device that they were made on, {before.device}, and cannot move to "
                     f"{after.device}: give EmbeddingCollection(…, device=…), and move the other modules by themselves"
                 )
+            if after.is_shared() and not before.is_cuda:
+                raise ConfigurationError(
+                    f"share_memory() does not share the rows of table {table.name!r}, which are no parameters: have "
+                    'every process connect a Mesh, and EmbeddingCollection(…, transport="one_sided") share them; '
+                    "call share_memory() of the other modules by themselves"
+                )
+            if after is not before:
+                raise ConfigurationError(
+                    f"to_empty(), or what else gives modules new memory, would leave the rows of table {table.name!r} "
+                    "as they are, which are no parameters; call it of the other modules by themselves"
+                )
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Refused."""
-        raise RowmeshError(_NO_COPY)
+        raise self._no_copy()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refused."""
-        raise RowmeshError(_NO_COPY)
+        raise self._no_copy()
+
+    def _no_copy(self) -> RowmeshError:
+        """Says what works with these tables in the place of a copy."""
+        holder = cast("Holder", self)
+        has_state = holder.mesh.world_size == 1 and not tables_of(holder, "tiered", "dynamic")
+        ways = "load_state_dict(embeddings.state_dict()), or by " * has_state + "rowmesh.save and rowmesh.load"
+        averages = "for a moving average of rows take rowmesh.AveragedRows in the place of AveragedModel"
+        if tables_of(holder, "tiered", "dynamic"):
+            averages = "a moving average of the rows of tiered and dynamic tables cannot be had"
+        return RowmeshError(
+            "an EmbeddingCollection cannot be copied or pickled: its rows may be spread over ranks. Make another with "
+            f"the same tables, and give it the rows by {ways}; {averages}"
+        )
 
     def save_state(self, kind: Kind) -> dict[str, Tensor]:
         """The rows of all tables by name, or the optimizer states of all rows; see `rowmesh.row_state`.
@@ -168,6 +219,8 @@ class TableModule(nn.Module):
             CheckpointError: it is of other tables, or of another optimizer.
         """
         holder = cast("Holder", self)
+        if tables_of(holder, "dynamic"):
+            raise CheckpointError(no_numbers(holder))
         wanted = set(entries(holder, kind))
         if wanted != set(tensors):
             raise CheckpointError(
@@ -178,7 +231,10 @@ class TableModule(nn.Module):
             raise CheckpointError("; ".join(problems))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As torch calls it: parameters, buffers and extra state of a subclass, and the rows."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if state_form() != "elsewhere":
+            self._check_names()
         destination.update({f"{prefix}{name}": rows for name, rows in self.save_state("rows").items()})
 
     def _load_from_state_dict(
@@ -191,13 +247,31 @@ class TableModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As torch calls it: sets the rows that are there, and notes what is missing, unknown or of another shape."""
+        """As torch calls it: sets the rows that are there, and notes what is missing, unknown or of another shape.
+
+        Parameters, buffers and extra state of a subclass are set as those of any module.
+        """
+        own = (prefix, local_metadata, strict, missing_keys)
         if state_form() == "elsewhere":
+            super()._load_from_state_dict(state_dict, *own, unexpected_keys, error_msgs)
             return
-        holder = cast("Holder", self)
+        holder, unexpected = cast("Holder", self), list[str]()
+        self._check_names()
         wanted = entries(holder, "rows")
-        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        super()._load_from_state_dict(state_dict, *own, unexpected, error_msgs)
+        unexpected_keys += [key for key in unexpected if key.removeprefix(prefix) not in wanted]
+        given = {name: state_dict[key] for name in wanted if (key := f"{prefix}{name}") in state_dict}
         missing_keys += [f"{prefix}{name}" for name in wanted if name not in given]
-        if strict:
-            unexpected_keys += [f"{prefix}{name}" for name in given if name not in wanted]
-        error_msgs += load_rows(holder, "rows", {name: value for name, value in given.items() if name in wanted})
+        numbered = {name: rows for name, rows in given.items() if wanted[name].table.storage != "dynamic"}
+        if len(numbered) < len(given):
+            error_msgs.append(no_numbers(holder))
+        error_msgs += load_rows(holder, "rows", numbered)
+
+    def _check_names(self) -> None:
+        """Raises ConfigurationError where a table and a child of a subclass would have the same names in a state."""
+        tables = {table.name for table in cast("Holder", self).tables}
+        if both := sorted(tables.intersection(name for name, child in self._modules.items() if child is not None)):
+            raise ConfigurationError(
+                f"{both} are tables and children of {type(self).__name__}, and a state dictionary would have one name "
+                "for both; rename the children"
+            )

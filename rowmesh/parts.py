@@ -16,6 +16,7 @@ from rowmesh.embeddings import LocalRows
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.optim import EmbeddingOptimizer, JointOptimizer
+from rowmesh.optim.saved_groups import schedule_in_order
 from rowmesh.placement.address_map import Piece
 from rowmesh.state_form import Form, in_form
 from rowmesh.tables import RowStore, TableSpec
@@ -59,7 +60,7 @@ class Parts:
     @property
     def names(self) -> list[str]:
         """Of all, but for those that are tables alone."""
-        return [name for name, part in self._given.items() if not isinstance(part, EmbeddingCollection)]
+        return [name for name, part in self._given.items() if not _has_tables_alone(part)]
 
     @property
     def stateful(self) -> list[str]:
@@ -83,9 +84,28 @@ class Parts:
                 if not has_state(part):
                     continue
                 try:
-                    part.load_state_dict(state[name])
+                    part.load_state_dict(self._in_order(part, state[name], state))
                 except (RuntimeError, ValueError, KeyError, TypeError) as error:
                     raise CheckpointError(f"{name!r} does not fit what was saved: {error}") from error
+
+    def _in_order(self, part: Any, of_part: Any, state: Mapping[str, Any]) -> Any:
+        """The state of a part: that of a schedule by the groups of its optimizer here, whose tables may have moved."""
+        if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+            for optimizer, saved in self._states_of_rows(state):
+                if optimizer is part.optimizer:
+                    groups = [group for each in saved.get("optimizers", [saved]) for group in each["param_groups"]]
+                    return schedule_in_order(of_part, optimizer.order_of(saved), len(groups))
+        return of_part
+
+    def _states_of_rows(self, state: Mapping[str, Any]) -> Iterator[tuple[EmbeddingOptimizer | JointOptimizer, Any]]:
+        """Optimizers that update rows, and what was saved of them."""
+        for name, part in self._given.items():
+            if name in state and isinstance(part, EmbeddingOptimizer | JointOptimizer):
+                yield part, state[name]
+            if name in state and isinstance(part, JointOptimizer):
+                for optimizer, saved in zip(part.optimizers, state[name]["optimizers"], strict=True):
+                    if isinstance(optimizer, EmbeddingOptimizer):
+                        yield optimizer, saved
 
     def _named(self, form: Form) -> list[str]:
         return self.names if form == "elsewhere" else list(self._given)
@@ -208,6 +228,14 @@ def check_plain(value: Any, where: str) -> None:
     else:
         for number, each in enumerate(value):
             check_plain(each, f"{where}[{number}]")
+
+
+def _has_tables_alone(part: Any) -> bool:
+    """Whether it is a collection that has no state beside its rows, as a subclass may have."""
+    if not isinstance(part, EmbeddingCollection):
+        return False
+    with in_form("elsewhere"):
+        return not part.state_dict()
 
 
 def _state_of(part: Any) -> Any:

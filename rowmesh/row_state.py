@@ -96,25 +96,42 @@ def entries(holder: Holder, kind: Kind) -> dict[str, Entry]:
     return found
 
 
+def tables_of(holder: Holder, *storages: str) -> list[str]:
+    """The names of the tables that are kept so."""
+    return [table.name for table in holder.tables if table.storage in storages]
+
+
+def no_numbers(holder: Holder) -> str:
+    """Why a state dictionary cannot have dynamic tables."""
+    return (
+        f"the dynamic tables {tables_of(holder, 'dynamic')} cannot be in a state dictionary: their rows have ids and "
+        "no numbers. rowmesh.save(folder, {'model': model, …}) writes them with all else, and rowmesh.load reads them "
+        "on any number of ranks; known_rows() gives copies of those of this rank"
+    )
+
+
 def save_rows(holder: Holder, kind: Kind) -> dict[str, Tensor]:
     """All rows, or all their states, with memory of their own. On several ranks collective.
 
     Raises:
-        CheckpointError: rows are spread over several ranks and may not be sharded; or rows are kept in tiers.
+        CheckpointError: rows are spread over several ranks and may not be sharded; or rows are kept in tiers, or have
+            ids and no numbers.
     """
     form, mesh = state_form(), holder.mesh
     if form == "elsewhere":
         return {}
+    if tables_of(holder, "dynamic"):
+        raise CheckpointError(no_numbers(holder))
+    if tiered := tables_of(holder, "tiered"):
+        raise CheckpointError(
+            f"state_dict() would bring all rows of the tiered tables {tiered} into memory; rowmesh.save(folder, "
+            "{'model': model, …}) writes them from where they are"
+        )
     if form == "whole" and mesh.world_size > 1:
         raise CheckpointError(
             f"state_dict() is of one process, and the rows of these tables are spread over {mesh.world_size} ranks. "
             "rowmesh.save(folder, {'model': model, …}) writes them, every rank its own, and rowmesh.load reads them on "
             "any number of ranks; for torch.distributed.checkpoint wrap what you save in rowmesh.ShardedState"
-        )
-    if tiered := [table.name for table in holder.tables if table.storage == "tiered"]:
-        raise CheckpointError(
-            f"state_dict() would bring all rows of the tiered tables {tiered} into memory; rowmesh.save(folder, "
-            "{'model': model, …}) writes them from where they are"
         )
     holder.synchronize()
     return {name: _saved(holder, entry) for name, entry in entries(holder, kind).items()}

@@ -42,7 +42,7 @@ class ShardedState:
         """All parts by name. Collective.
 
         Raises:
-            CheckpointError: tables are tiered.
+            CheckpointError: tables are tiered or dynamic, which `rowmesh.save` writes.
         """
         self._parts.prepare()
         return self._parts.state("sharded")

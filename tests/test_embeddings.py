@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from rowmesh import Adam, EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
+from rowmesh import SGD, Adam, EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.embeddings import JaggedRows
 from rowmesh.errors import DataError
 from rowmesh.mesh import Mesh
+from rowmesh.tables import Uniform
 
 LENGTHS = [2, 0, 5, 1]
 
@@ -148,3 +149,80 @@ def test_a_keyed_jagged_tensor_is_looked_up():
     assert embeddings(Keyed()).values.equal(expected.values)
     assert embeddings(Keyed(), features=["user"]).values.equal(expected["user"])
     assert embeddings.pool(embeddings.fetch(embeddings.route(Keyed()))).values.equal(expected.values)
+
+
+# Changes in place
+
+
+def gradients_of(change, take):
+    """What a step of SGD moves rows by, where vectors are changed first."""
+    tables = [
+        TableSpec(name="user", num_rows=9, dim=4, optimizer=SGD(lr=1.0), initializer=Uniform(bound=1.0)),
+        TableSpec(name="item", num_rows=9, dim=2, optimizer=SGD(lr=1.0), initializer=Uniform(bound=1.0)),
+        TableSpec(name="seen", num_rows=9, dim=2, pooling="none", optimizer=SGD(lr=1.0)),
+    ]
+    embeddings = EmbeddingCollection(tables)
+    optimizer = EmbeddingOptimizer(embeddings)
+    before = embeddings.state_dict()
+    taken = [change(each) for each in take(embeddings(SparseBatch.from_bags(BAGS_OF_NINE)))]
+    sum((each * torch.arange(1.0, each.numel() + 1).view(each.shape)).sum() for each in taken).backward()
+    optimizer.step()
+    return {name: before[name] - rows for name, rows in embeddings.state_dict().items()}
+
+
+BAGS_OF_NINE = {"user": [[7], [7, 8], []], "item": [[3], [4], [3]], "seen": [[1, 1], [], [5]]}
+IN_PLACE = {
+    "relu": (lambda each: torch.nn.ReLU(inplace=True)(each), lambda each: each.relu()),
+    "mul_": (lambda each: each.mul_(3.0), lambda each: each * 3.0),
+    "dropout": (
+        lambda each: torch.nn.functional.dropout(each, 0.5, training=bool(torch.manual_seed(0)), inplace=True),
+        lambda each: torch.nn.functional.dropout(each, 0.5, training=bool(torch.manual_seed(0))),
+    ),
+}
+TAKES = {
+    "features": lambda out: [out["user"], out["item"], out["seen"].values],
+    "values": lambda out: [out.values],
+    "some": lambda out: [out.select(["item"]).values],
+    "values of features": lambda out: [out["user"], out.values, out["item"]],
+}
+
+
+@pytest.mark.parametrize("take", TAKES)
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_vectors_may_be_changed_in_place(change, take):
+    found, expected = (gradients_of(each, TAKES[take]) for each in IN_PLACE[change])
+    for name, rows in expected.items():
+        torch.testing.assert_close(found[name], rows)
+    assert any(rows.any() for rows in expected.values())
+
+
+def test_stacked_vectors_may_be_changed_in_place():
+    tables = [TableSpec(name=name, num_rows=9, dim=4, optimizer=SGD(lr=1.0)) for name in ("user", "item")]
+    found = []
+    for is_inplace in (False, True):
+        embeddings = EmbeddingCollection(tables)
+        before = embeddings.state_dict()
+        batch = SparseBatch.from_bags({"user": [[7], [8, 7]], "item": [[3], [4]]})
+        torch.nn.ReLU(inplace=is_inplace)(embeddings(batch).stacked()).sum().backward()
+        EmbeddingOptimizer(embeddings).step()
+        found.append({name: before[name] - rows for name, rows in embeddings.state_dict().items()})
+    torch.testing.assert_close(*found)
+
+
+def test_a_change_in_place_that_would_reach_other_vectors_is_refused():
+    """Where all vectors were taken first, those of a feature are views to them, and torch says so."""
+    out = collection()(SparseBatch.from_bags(BAGS))
+    kept = out.values
+    with pytest.raises(RuntimeError, match="being modified inplace"):
+        out["user"].relu_()
+    assert out.values is kept
+
+
+def test_vectors_of_features_and_all_of_them_are_the_same():
+    out = collection()(SparseBatch.from_bags(BAGS))
+    parts = [out["user"], out["item"]]
+    assert out.values is out.values
+    assert torch.equal(out.values, torch.cat(parts, dim=1))
+    out.values.mul_(0.0)
+    assert parts[0].any()
+    assert out["user"] is parts[0]

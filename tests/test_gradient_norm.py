@@ -20,7 +20,7 @@ from rowmesh import (
 )
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
-from rowmesh.tables import TensorTrain
+from rowmesh.tables import Dynamic, TensorTrain, Uniform
 from tests.support.ranks import RankPool
 from tests.support.triton import kernels_of
 
@@ -320,3 +320,110 @@ def test_asking_for_the_norm_changes_nothing():
 def test_cores_on_a_device():
     kernels_of("merge_update")
     compare_cores(train_cores(Mesh(), 0.002, "cuda"), 0.002)
+
+
+# Ids without a row of their own, whose gradients are dropped
+
+KNOWN, GUEST = 7_000_000_005, -6
+
+
+def made_dynamic(mesh, **options: Any):
+    """Two fused dynamic tables and a dense one; "b" knows an id by now, and is about to meet another."""
+    rules = Dynamic(capacity=8, admit_after=2 * mesh.world_size)  # in their second batch
+    how: dict[str, Any] = {"storage": "dynamic", "dynamic": rules, "initializer": Uniform(bound=0.1)}
+    tables = [TableSpec(name=name, dim=1, optimizer=SGD(lr=1.0), **how) for name in "ab"]
+    tables.append(TableSpec(name="c", num_rows=4, dim=1, optimizer=SGD(lr=1.0)))
+    embeddings = EmbeddingCollection(tables, mesh=mesh, **options)
+    optimizer = EmbeddingOptimizer(embeddings)
+    for _ in range(2):
+        embeddings(SparseBatch.from_bags({"a": [[1]], "b": [[KNOWN]], "c": [[1]]})).values.sum().mul(0.0).backward()
+        optimizer.step()
+    return embeddings, optimizer
+
+
+def known_row(embeddings):
+    """The row of the known id, where this rank has it."""
+    known = embeddings.known_rows("b")
+    return known.values[known.ids == KNOWN].flatten().tolist()
+
+
+def backward_to_a_guest(embeddings, of_known, of_guest, scale=lambda loss: loss):
+    """Gradients of the known id and of the guest."""
+    found = embeddings(SparseBatch.from_bags({"a": [[]], "b": [[KNOWN, GUEST]], "c": [[]]}))["b"].sum()
+    rows = embeddings(SparseBatch.from_bags({"a": [[]], "b": [[KNOWN]], "c": [[]]}))["b"].sum()
+    scale(found * of_guest + rows * (of_known - of_guest)).backward()
+
+
+def clip_beside_a_guest(mesh, transport: Any = "auto", replicas=1, device="cpu"):
+    embeddings, optimizer = made_dynamic(mesh, transport=transport, replicas=replicas, device=device)
+    before = known_row(embeddings)
+    backward_to_a_guest(embeddings, 3.0, 4.0)
+    norm = optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert float(norm) == pytest.approx(3.0)
+    assert known_row(embeddings) == pytest.approx([row - 1.0 for row in before], abs=1e-5)
+    embeddings.close()
+    return len(before)
+
+
+def scale_beside_a_guest(mesh, transport: Any = "auto", replicas=1, device="cpu"):
+    embeddings, optimizer = made_dynamic(mesh, transport=transport, replicas=replicas, device=device)
+    for of_known, is_taken in ((1.0, True), (float("nan"), False)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        before, steps = known_row(embeddings), embeddings.step_count
+        is_here = mesh.rank == mesh.world_size - 1
+        out = embeddings(SparseBatch.from_bags({"a": [[], []], "b": [[KNOWN], [GUEST - steps]], "c": [[], []]}))["b"]
+        factors = torch.tensor([[of_known if is_here else 1.0], [float("inf") if is_here else 1.0]], device=out.device)
+        scaler.scale((out * factors).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert embeddings.step_count - steps == is_taken
+        assert scaler.get_scale() == (2.0 if is_taken else 1.0)
+        assert known_row(embeddings) == pytest.approx([row - 1.0 * is_taken for row in before], abs=1e-5)
+        optimizer.zero_grad()
+    embeddings.close()
+
+
+def test_gradients_of_guests_do_not_count():
+    assert clip_beside_a_guest(Mesh()) == 1
+    scale_beside_a_guest(Mesh())
+
+
+@pytest.mark.parametrize(("transport", "replicas"), [("collective", 1), ("one_sided", 1), ("auto", 2)])
+def test_nor_do_they_on_two_ranks(ranks: RankPool, transport, replicas):
+    assert sum(ranks.run(clip_beside_a_guest, transport, replicas)) == replicas
+    ranks.run(scale_beside_a_guest, transport, replicas)
+
+
+@pytest.mark.triton
+def test_nor_do_they_on_a_device():
+    kernels_of("merge_update")
+    assert clip_beside_a_guest(Mesh(), device="cuda") == 1
+    scale_beside_a_guest(Mesh(), device="cuda")
+
+
+# The norm's numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dense", [None, torch.float32, torch.float64])
+def test_the_norm_is_of_the_widest_dtype(dtype, dense):
+    embeddings, optimizer = make(dtype=dtype)
+    before = embeddings.state_dict()["item.weight"]
+    parameters = [] if dense is None else [torch.nn.Parameter(torch.zeros(2, dtype=dense))]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1 / 3)
+    factor = 1 / 3 + 1e-12
+    (embeddings(SparseBatch.from_bags({"item": [[1]]})).values.sum() * factor).backward()
+    norm = optimizer.clip_grad_norm_(0.1, parameters)
+    optimizer.step()
+    assert norm.dtype == (torch.float64 if torch.float64 in (dtype, dense) else torch.float32)
+    expected = (4 * factor**2 + (2 / 9 if parameters else 0.0)) ** 0.5
+    is_exact = dtype == torch.float64 and dense != torch.float32
+    torch.testing.assert_close(float(norm), expected, rtol=1e-14 if is_exact else 1e-6, atol=0)
+    moved = (before - embeddings.state_dict()["item.weight"])[1]
+    clipped = factor * 0.1 / (expected + 1e-6)
+    torch.testing.assert_close(moved, torch.full_like(moved, clipped), rtol=1e-13 if is_exact else 1e-5, atol=1e-15)
+    for parameter in parameters:
+        grad = torch.full_like(parameter, (1 / 3) * 0.1 / (expected + 1e-6))
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=0)

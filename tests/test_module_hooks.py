@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.flop_counter import FlopCounterMode
 
+import rowmesh
 from rowmesh import (
     SGD,
     AdaGrad,
@@ -26,9 +30,10 @@ from rowmesh import (
     TableSpec,
     Tiers,
 )
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.models import DLRM
-from rowmesh.tables import TensorTrain
+from rowmesh.sharded_state import ShardedState
+from rowmesh.tables import Dynamic, TensorTrain, Uniform
 from tests.support.ranks import RankPool
 
 TABLES = (
@@ -84,6 +89,99 @@ def test_what_changes_nothing_is_allowed():
     assert model[0].to("cpu") is model[0]
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda each: each.share_memory(), r"share_memory\(\) does not share the rows of table 'item'.*one_sided"),
+        (lambda each: each.to_empty(device="cpu"), r"to_empty\(\).* would leave the rows of table 'item' as they are"),
+    ],
+)
+def test_what_would_pass_over_rows_is_refused(change, said):
+    with pytest.raises(ConfigurationError, match=said):
+        change(torch.nn.ModuleList([torch.nn.Linear(2, 2), make()]))
+
+
+def test_zero_grad_of_a_collection_forgets_gradients_of_rows():
+    embeddings = make()
+    before = embeddings.state_dict()
+    embeddings(batch()).values.sum().backward()
+    embeddings.zero_grad()
+    EmbeddingOptimizer(embeddings).step()
+    assert all(rows.equal(before[name]) for name, rows in embeddings.state_dict().items())
+
+
+# Subclasses
+
+
+class Shifted(EmbeddingCollection):
+    """Tables with a parameter, buffers, a child and extra state."""
+
+    def __init__(self, value: float, tables: Sequence[TableSpec] = TABLES):
+        super().__init__(tables)
+        self.scale = torch.nn.Parameter(torch.full((2,), value))
+        self.register_buffer("seen", torch.full((3,), value))
+        self.register_buffer("passing", torch.full((3,), value), persistent=False)
+        self.over = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(self.over.weight, value)
+        self.value = value
+
+    def get_extra_state(self):
+        return {"value": self.value}
+
+    def set_extra_state(self, state):
+        self.value = state["value"]
+
+    @property
+    def all_values(self):
+        seen: Any = self.seen
+        return {self.value, *self.scale.tolist(), *seen.tolist(), *self.over.weight.flatten().tolist()}
+
+
+@pytest.mark.parametrize("how", ["state_dict", "save", "async_save", "sharded"])
+@pytest.mark.parametrize("place", ["alone", "within"])
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_what_a_subclass_has_is_saved_and_loaded(tmp_path, how, place):
+    (before, after), models = (Shifted(7.0), Shifted(1.0)), []
+    with torch.no_grad():
+        before.held_rows("item")[0].values.fill_(3.0)
+    for each in (before, after):
+        models.append(each if place == "alone" else torch.nn.Sequential(torch.nn.Linear(1, 1), each))
+    if how == "state_dict":
+        assert not any(models[1].load_state_dict(models[0].state_dict()))
+    elif how == "sharded":
+        from torch.distributed import checkpoint as dcp
+
+        dcp.save({"all": ShardedState({"model": models[0]})}, checkpoint_id=tmp_path / "model")
+        dcp.load({"all": ShardedState({"model": models[1]})}, checkpoint_id=tmp_path / "model")
+    else:
+        saving: Any = getattr(rowmesh, how)(tmp_path / "model", {"model": models[0]})
+        if saving is not None:
+            saving.wait()
+        rowmesh.load(tmp_path / "model", {"model": models[1]})
+    assert after.all_values == {7.0}
+    assert after.held_rows("item")[0].values.eq(3.0).all()
+
+
+def test_what_does_not_fit_a_subclass_is_named():
+    embeddings = Shifted(7.0)
+    state = embeddings.state_dict()
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key\(s\) in state_dict: "scale", "item.weight"'):
+        embeddings.load_state_dict({name: each for name, each in state.items() if name not in ("scale", "item.weight")})
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "shop.weight", "over.other"'):
+        embeddings.load_state_dict({**state, "shop.weight": torch.zeros(1), "over.other": torch.zeros(1)})
+    clash = Shifted(1.0, [TableSpec(name="over", num_rows=4, dim=2)])
+    with pytest.raises(ConfigurationError, match=r"\['over'\] are tables and children of Shifted"):
+        clash.state_dict()
+
+
+def test_a_subclass_that_only_looks_up_has_no_part_of_its_own(tmp_path):
+    class Plain(EmbeddingCollection):
+        """Nothing more."""
+
+    rowmesh.save(tmp_path / "model", {"model": make()})
+    rowmesh.load(tmp_path / "model", {"model": Plain(TABLES)})
+
+
 # Copies
 
 
@@ -93,6 +191,50 @@ def test_what_changes_nothing_is_allowed():
 def test_copies_are_refused(make_copy):
     with pytest.raises(RowmeshError, match=r"cannot be copied or pickled.*load_state_dict.*rowmesh.AveragedRows"):
         make_copy(torch.nn.Sequential(make()) if make_copy is not copy.copy else make())
+
+
+DYNAMIC = TableSpec(
+    name="item", dim=4, storage="dynamic", dynamic=Dynamic(capacity=10), initializer=Uniform(bound=0.1), optimizer=SGD()
+)
+NUMBERLESS = r"dynamic tables \['item'\] cannot be in a state dictionary.*rowmesh.save.*rowmesh.load"
+
+
+def test_what_is_advised_works_with_dynamic_tables_too():
+    embeddings = make(tables=[DYNAMIC])
+    optimizer = EmbeddingOptimizer(embeddings)
+    for refused in (
+        embeddings.state_dict,
+        torch.nn.Sequential(embeddings).state_dict,
+        optimizer.state_dict,
+        ShardedState({"tables": embeddings}).state_dict,
+        lambda: optimizer.load_state_dict({"step_count": 1, "param_groups": optimizer.param_groups, "rows": {}}),
+    ):
+        with pytest.raises(CheckpointError, match=NUMBERLESS):
+            refused()
+    with pytest.raises(RuntimeError, match=NUMBERLESS):
+        embeddings.load_state_dict({"item.weight": torch.zeros(10, 4)})
+    with pytest.raises(RowmeshError) as copied:
+        copy.deepcopy(embeddings)
+    assert "rowmesh.save and rowmesh.load" in str(copied.value)
+    assert "load_state_dict" not in str(copied.value)
+    assert "AveragedRows" not in str(copied.value)
+
+
+def advise(mesh):
+    """What several ranks say of dynamic tables, and of copies."""
+    embeddings = make(mesh, [DYNAMIC])
+    with pytest.raises(CheckpointError, match=NUMBERLESS) as refused:
+        embeddings.state_dict()
+    assert "ShardedState" not in str(refused.value)
+    embeddings.close()
+    embeddings = make(mesh)
+    with pytest.raises(RowmeshError, match=r"the rows by rowmesh\.save and rowmesh.load; for a moving average"):
+        copy.deepcopy(embeddings)
+    embeddings.close()
+
+
+def test_what_is_advised_works_on_several_ranks_too(ranks: RankPool):
+    ranks.run(advise)
 
 
 # Freezing
@@ -205,7 +347,7 @@ def test_averages_on_two_ranks_are_those_of_one(ranks: RankPool, transport):
 
 def test_a_step_among_averages_is_an_error():
     embeddings = make()
-    with pytest.raises(RowmeshError, match="a step was taken while averages stood"), AveragedRows(embeddings).applied():
+    with pytest.raises(RowmeshError, match="averages stand in the place of rows"), AveragedRows(embeddings).applied():
         EmbeddingOptimizer(embeddings).step()
 
 
@@ -240,6 +382,75 @@ def test_the_dense_part_can_be_exported():
     loaded = torch.export.load(file).module()
     vectors, dense = torch.cat([vectors, vectors]), torch.rand(8, 3)
     torch.testing.assert_close(loaded(dense, vectors), network(dense, vectors))  # exported dot products are torch's
+
+
+class Scored(torch.nn.Module):
+    """A model about a look-up of ids `[3, B]`."""
+
+    def __init__(self, embeddings):
+        super().__init__()
+        self.embeddings, self.over = embeddings, torch.nn.Linear(12, 1)
+
+    def forward(self, ids):
+        return self.over(self.embeddings(SparseBatch.from_dense([table.name for table in TABLES], ids)).values)
+
+
+class OfBatches(Scored):
+    """The same of batches."""
+
+    def forward(self, batch):
+        return self.over(self.embeddings(batch).values)
+
+
+IDS = torch.tensor([[1, 2], [3, 4], [5, 6]])
+
+
+@pytest.mark.parametrize(
+    "trace, tool",
+    [
+        (lambda model: torch.export.export(model, (IDS,)), "torch.export"),
+        (lambda model: torch.jit.trace(model, IDS), "torch.jit.trace"),
+        (lambda model: make_fx(model)(IDS), "make_fx"),
+        (lambda model: torch.jit.script(model), "torch.jit.script"),
+        (lambda model: torch.fx.symbolic_trace(OfBatches(model.embeddings)), "torch.fx"),
+    ],
+    ids=["export", "trace", "make_fx", "script", "fx"],
+)
+@pytest.mark.filterwarnings("ignore")  # of torch, on its way to the tables
+def test_what_makes_one_graph_of_a_model_is_refused(trace, tool):
+    with pytest.raises(RowmeshError, match=rf"{tool} cannot .* a look-up, whose rows are in no graph.*dense part"):
+        trace(Scored(make()))
+
+
+def test_torch_fx_takes_a_collection_as_a_leaf():
+    class Tracer(torch.fx.Tracer):
+        """As the error says."""
+
+        def is_leaf_module(self, m, module_qualified_name):
+            return isinstance(m, EmbeddingCollection) or super().is_leaf_module(m, module_qualified_name)
+
+    model = OfBatches(make())
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    assert traced(batch()).equal(model(batch()))
+
+
+def test_counting_modes_are_no_tracers():
+    with FlopCounterMode(display=False) as counter:
+        Scored(make())(IDS)
+    assert counter.get_total_flops() > 0
+
+
+def test_state_dicts_of_distributed_checkpoints_say_what_to_do():
+    model = Scored(make())
+    for ask in (
+        lambda: get_model_state_dict(model),
+        lambda: get_state_dict(model, EmbeddingOptimizer(model.embeddings)),
+    ):
+        with pytest.raises(AttributeError, match=r"'item' is a table of this EmbeddingCollection.*ShardedState"):
+            ask()
+    assert not hasattr(model.embeddings, "item")
+    with pytest.raises(AttributeError, match="no attribute 'shop'"):
+        _ = model.embeddings.shop
 
 
 def average_in_a_pipeline(mesh):

@@ -261,6 +261,12 @@ class OwnedTable:
     def _put(self, found: LookedUp, places: np.ndarray, rows: np.ndarray) -> None:
         self.device_index.put(found, places, rows - self._piece.rows.start)
 
+    @property
+    def guests(self) -> np.ndarray:
+        """Rows, int64, that no id keeps: of guests of batches that have not ended; what they get is dropped."""
+        frames = [change.guests for change in self._changes]
+        return np.concatenate([NONE, *frames]) + self._piece.rows.start
+
     def has_changed(self, ahead: Container[int]) -> bool:
         """Whether one of these batches has changed what is known."""
         return any(change.number in ahead for change in self._changes)

@@ -56,6 +56,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.plain import PlainError, error_from_plain, error_to_plain
 from rowmesh.mesh.together import first_failure
+from rowmesh.mesh.waiting import gather_objects
 
 _FIND, _OPEN, _AGAIN, _NONE, _REFUSED = range(5)  # kinds of letters
 
@@ -383,6 +384,24 @@ class Resolver:
         self.check_idle("ask for statistics")
         with self._lock:
             return ask_statistics(self.tables[table], ids, self._channel, self._mesh.rank)
+
+    def guests(self, doing: str) -> dict[str, np.ndarray]:
+        """Rows of each table that no id keeps, int64: of guests of batches whose steps have not come. Collective.
+
+        Args:
+            doing: what they are for, for messages.
+
+        Raises:
+            PeerError: a rank died, or did not come within the mesh's timeout; names it.
+        """
+        with self._lock:
+            owned = {name: table.owned for name, table in self.tables.items()}
+            mine = {name: each.guests.tolist() for name, each in owned.items() if each is not None}
+            everyone = gather_objects(self._mesh, mine, doing)
+        return {
+            name: np.array(sorted({row for theirs in everyone for row in theirs.get(name, ())}), np.int64)
+            for name in self.tables
+        }
 
     def register_hook(self, table: str, hook: DecisionHook) -> RemovableHandle:
         """Tells a hook what this rank decides of a table from the next batch on, see `tell`; local.

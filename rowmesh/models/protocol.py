@@ -12,14 +12,17 @@ class Vectors(Protocol):
     """The vectors of a batch, as `rowmesh.embeddings.Embeddings` has them.
 
     Attributes:
-        values: `[B, ΣD]`, the vectors of all features side by side.
         features: their names, in the order of their columns.
         dims: D of each of them.
     """
 
-    values: Tensor
     features: tuple[str, ...]
     dims: tuple[int, ...]
+
+    @property
+    def values(self) -> Tensor:
+        """`[B, ΣD]`, the vectors of all features side by side."""
+        ...
 
     def __getitem__(self, feature: str) -> Tensor:
         """`[B, D]` of one feature."""

@@ -45,7 +45,9 @@ class TensorPool:
         buffer = self._find(num_bytes)
         array = buffer.bytes[:num_bytes]  # a new array object: its end is the end of the loan
         weakref.finalize(array, self._idle.append, buffer).atexit = False
-        return torch.frombuffer(array, dtype=dtype).view(shape)
+        return (
+            torch.frombuffer(array, dtype=dtype).view(shape).data
+        )  # no view, which a program could not change in place
 
     def _find(self, num_bytes: int) -> Buffer:
         """An idle buffer of about the size, the last one used first; else a new one."""

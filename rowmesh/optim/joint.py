@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
+
+from rowmesh.errors import CheckpointError, RowmeshError
+from rowmesh.optim.optimizer import NO_COPY, EmbeddingOptimizer
 
 
 class JointOptimizer(torch.optim.Optimizer):
@@ -13,7 +16,8 @@ class JointOptimizer(torch.optim.Optimizer):
 
     Where the gradients of rows overflow and those of the dense network do not, `scaler.step` of each would step one
     and leave out the other. Given both at once it decides once: no rank steps anything where any rank found a number in
-    the gradients of rows, or of the dense network that all ranks have alike, which is not finite.
+    the gradients of rows, or of the dense network that all ranks have alike, which is not finite. Rows step first: the
+    dense network does not step where they raise.
 
     Parameter groups are those of the optimizers, the same objects: schedules may hold either.
 
@@ -52,14 +56,21 @@ class JointOptimizer(torch.optim.Optimizer):
         """Nothing to add: the optimizers have their groups."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each."""
+        """One step of each, those of rows first: these can refuse it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer in self.optimizers:
+        for optimizer in self._of_rows:
+            optimizer.check_step()
+        others = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, EmbeddingOptimizer)]
+        for optimizer in (*self._of_rows, *others):
             optimizer.step()
         return loss
+
+    @property
+    def _of_rows(self) -> list[EmbeddingOptimizer]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, EmbeddingOptimizer)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of each."""
@@ -71,6 +82,56 @@ class JointOptimizer(torch.optim.Optimizer):
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+        """Restores what `state_dict` returned: of all optimizers, or of none.
+
+        Raises:
+            CheckpointError: it is of another number of optimizers, or what EmbeddingOptimizer raises.
+            ValueError: what the other optimizers raise.
+        """
+        states = self._states_in(state_dict)
+        for optimizer, state in states:
+            if isinstance(optimizer, EmbeddingOptimizer):
+                optimizer.order_of(state)
+        before: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+        try:  # those of rows last: copies of their states would take as much memory
+            for optimizer, state in sorted(states, key=lambda each: isinstance(each[0], EmbeddingOptimizer)):
+                if not isinstance(optimizer, EmbeddingOptimizer):
+                    before.append((optimizer, optimizer.state_dict()))
+                optimizer.load_state_dict(state)
+        except BaseException:
+            for optimizer, state in before:
+                optimizer.load_state_dict(state)
+            raise
+
+    def _states_in(self, state_dict: Mapping[str, Any]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        """The optimizers and their states."""
+        states = state_dict.get("optimizers")
+        if not isinstance(states, list | tuple) or len(states) != len(self.optimizers):
+            what = f"of {len(states)} optimizers" if isinstance(states, list | tuple) else 'no "optimizers"'
+            raise CheckpointError(
+                f"the state dictionary is {what}, this JointOptimizer has {len(self.optimizers)}: "
+                f"{[type(optimizer).__name__ for optimizer in self.optimizers]}; give it those that it was saved with"
+            )
+        return [*zip(self.optimizers, states, strict=True)]
+
+    def order_of(self, state_dict: Mapping[str, Any]) -> list[int]:
+        """For each parameter group the position of the one in a state dictionary that it goes on from.
+
+        Raises:
+            CheckpointError: that is of other optimizers.
+        """
+        found, begin = [], 0
+        for optimizer, state in self._states_in(state_dict):
+            of_rows = isinstance(optimizer, EmbeddingOptimizer)
+            order = optimizer.order_of(state) if of_rows else range(len(optimizer.param_groups))
+            found += [begin + place for place in order]
+            begin += len(state["param_groups"])
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refused."""
+        raise RowmeshError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refused."""
+        raise RowmeshError(NO_COPY)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from rowmesh.errors import CheckpointError, RowmeshError
 from rowmesh.optim.rules import Rate
+from rowmesh.optim.saved_groups import sources, taken
 from rowmesh.optim.scaling import Placeholder, RowGradients
 from rowmesh.state_form import state_form
 
+logger = logging.getLogger("rowmesh")
+
+NO_COPY = (
+    "an optimizer of rows cannot be copied or pickled: it updates the rows of one EmbeddingCollection. Make another "
+    "one of the collection that it is to update, and give it load_state_dict(optimizer.state_dict()), or rowmesh.save "
+    "and rowmesh.load both"
+)
 _NORM_TOLERANCE = 1e-4  # of an all-reduce all ranks get the same bits; their kernels may add in another order
 _BACKWARD_AFTER = (
     "backward ran after the gradients of rows were unscaled or clipped, and added some that are not; unscale and clip "
@@ -102,7 +111,12 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         # torch wants a tensor in each group; the rows themselves are not parameters.
         gradients = RowGradients.make(self._unscale)
         groups = [
-            {"params": [Placeholder.make(gradients, self.zero_grad)], "lr": group.optimizer.lr, "name": group.name}
+            {
+                "params": [Placeholder.make(gradients, self.zero_grad)],
+                "lr": group.optimizer.lr,
+                "name": group.name,
+                "tables": [table.name for table in group.tables],
+            }
             for group in collection.groups
         ]
         self._unscaled: _Unscaled | None = None
@@ -118,14 +132,18 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = 1.0
-        if self._unscaled is not None:
-            factor, self._unscaled = self._factor(self._unscaled), None
-        rates = []
-        for group in self.param_groups:
-            rates.append(Rate(float(group["lr"]), factor))
-        self._engine.push_pending(rates)
+        self._engine.push_pending(self._rates())
+        self._unscaled = None  # a step that raised may come again, and takes the gradients as they were to be taken
         return loss
+
+    def _rates(self) -> list[Rate]:
+        """The rates of the next step of each group; it cannot be taken where this raises RowmeshError."""
+        factor = 1.0 if self._unscaled is None else self._factor(self._unscaled)
+        return [Rate(float(group["lr"]), factor) for group in self.param_groups]
+
+    def check_step(self) -> None:
+        """Raises RowmeshError where `step` could not use the gradients that are there. Local."""
+        self._rates()
 
     def clip_grad_norm_(
         self, max_norm: float, dense_parameters: Iterable[Tensor] = (), *, error_if_nonfinite: bool = True
@@ -170,7 +188,8 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         if before is not None and before.num_backwards != now:
             raise RowmeshError(_BACKWARD_AFTER)
         factor, is_finite = (1.0, True) if before is None else before[:2]
-        total = torch.tensor(math.hypot(norms[0], factor * self._engine.gradient_norm()))
+        norm = math.hypot(norms[0], factor * self._engine.gradient_norm())
+        total = torch.tensor(norm, dtype=self._norm_dtype(gradients))
         if not is_finite:
             return total  # the scaler leaves this step out
         if error_if_nonfinite and not total.isfinite():
@@ -179,8 +198,14 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler leaves such steps out"
             )
         torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total)
-        self._unscaled = _Unscaled(factor * min(1.0, max_norm / (float(total) + 1e-6)), True, now)
+        self._unscaled = _Unscaled(factor * min(1.0, max_norm / (norm + 1e-6)), True, now)
         return total
+
+    def _norm_dtype(self, gradients: Sequence[Tensor]) -> torch.dtype:
+        """As torch has it for one model: the widest of what is clipped."""
+        is_double = any(group.dtype == torch.float64 for group in self.collection.groups)
+        is_double = is_double or any(gradient.dtype == torch.float64 for gradient in gradients)
+        return torch.float64 if is_double else torch.float32
 
     def _unscale(self, factor: float) -> bool:
         """Notes what gradients are to be multiplied by; returns whether they are finite on all ranks. Collective."""
@@ -218,25 +243,56 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned.
+        """Restores what `state_dict` returned; learning rates go to the tables that had them, in whatever order.
+
+        The state of a schedule of torch is by position: where tables come in another order, `rowmesh.load` puts it in
+        order, and a line of the log says so where this method is called by itself.
 
         Raises:
-            CheckpointError: optimizer states of rows are missing, of other tables, or of another optimizer.
+            CheckpointError: optimizer states of rows are missing, of other tables, or of another optimizer. Nothing has
+                changed then.
         """
-        state = dict(state_dict)
-        rows, step_count = state.pop("rows", None), state.pop("step_count")
+        state = self._checked(state_dict)
+        order = self.order_of(state_dict)
         if state_form() != "elsewhere":
-            if rows is None:
-                raise CheckpointError(
-                    "this state dictionary of an EmbeddingOptimizer has no optimizer states of rows; it is part of a "
-                    "checkpoint that has them beside it: rowmesh.load reads both"
-                )
-            self.collection.load_state("optimizer", rows)
-        self._engine.step_count = step_count
-        by_name = {group.get("name"): group for group in state["param_groups"]}
-        if by_name.keys() == {group["name"] for group in self.param_groups}:  # tables may come in another order
-            state["param_groups"] = [by_name[group["name"]] for group in self.param_groups]
+            self.collection.load_state("optimizer", state["rows"])
+        if state_form() == "whole" and order != sorted(order):
+            logger.warning(
+                "tables come in another order than in the state of their optimizer: learning rates follow them, and "
+                "the state of a schedule does not; load both by rowmesh.load, or make the schedule anew"
+            )
+        state.pop("rows", None)
+        self._engine.step_count = state.pop("step_count")
         super().load_state_dict(state)
+
+    def order_of(self, state_dict: Mapping[str, Any]) -> list[int]:
+        """For each parameter group the position of the one in a state dictionary that it goes on from.
+
+        Raises:
+            CheckpointError: that is of other tables, or of another optimizer.
+        """
+        if lacking := [key for key in ("param_groups", "step_count") if key not in state_dict]:
+            raise CheckpointError(f"this is no state of an EmbeddingOptimizer: it has no {lacking}")
+        return sources(state_dict["param_groups"], self.param_groups)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The state with the groups of this optimizer; raises CheckpointError where it does not fit."""
+        order = self.order_of(state_dict)
+        if state_form() != "elsewhere" and state_dict.get("rows") is None:
+            raise CheckpointError(
+                "this state dictionary of an EmbeddingOptimizer has no optimizer states of rows; it is part of a "
+                "checkpoint that has them beside it: rowmesh.load reads both"
+            )
+        groups = taken(state_dict["param_groups"], self.param_groups, order)
+        return {"state": {}, **state_dict, "param_groups": groups}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Refused."""
+        raise RowmeshError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refused."""
+        raise RowmeshError(NO_COPY)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups follow the collection's; only the constructor adds them."""

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Generic, Self
 
 from rowmesh.collection import EmbeddingCollection
@@ -690,6 +691,9 @@ def _check_item(item: object, name: str, kind: str) -> None:
 
 
 def _check(depth: int, micro_batches: int, exchange: str) -> None:
+    for name, value in {"depth": depth, "micro_batches": micro_batches}.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ConfigurationError(f"{name} must be a whole number, got {value!r}")
     if depth < 0:
         raise ConfigurationError(f"depth must be 0 or more, got {depth}")
     if not 1 <= micro_batches <= MAX_PARTS:

@@ -38,10 +38,15 @@ def as_batch(batch: SparseBatch | KeyedJagged) -> SparseBatch:
     """The batch itself, or a KeyedJaggedTensor as one, whose ids and offsets are not copied.
 
     Raises:
-        DataError: it is neither.
+        DataError: it is neither; or torch.fx traces.
     """
     if isinstance(batch, SparseBatch):
         return batch
+    if isinstance(batch, torch.fx.Proxy):  # which has every method
+        raise DataError(
+            "torch.fx cannot trace a look-up, whose rows are in no graph: trace with a torch.fx.Tracer whose "
+            "is_leaf_module is true of EmbeddingCollections, or trace the dense part of the model, given the vectors"
+        )
     if isinstance(batch, KeyedJagged):
         return SparseBatch.from_keyed_jagged_tensor(batch)
     raise DataError(

@@ -286,7 +286,8 @@ class ParallelConfig(Section):
         together: which ranks of replicated tables share hosts: the shards of a replica, or the replicas of a shard;
             auto: whichever makes the predicted step shorter.
         wire_dtype: how rows and gradients travel in messages between ranks; bfloat16 rounds them, which halves their
-            bytes and changes the model. Rows, their state and sums stay as they are.
+            bytes and changes the model. Rows, their state and sums stay as they are. One-sided nothing travels, and
+            nothing is rounded: transport "auto" then trains one model on a host and another on two.
     """
 
     transport: Literal["auto", "collective", "one_sided"] = "auto"
@@ -330,7 +331,8 @@ class PipelineConfig(Section):
             first steps.
         micro_batches: parts in which a batch is computed while rows come and gradients go; auto: likewise.
         exchange: how rows travel with micro-batches: delta (each once), naive (with each that has them; on a CPU) or
-            unsplit (all with the first, gradients with the last).
+            unsplit (all with the first, gradients with the last). In messages naive adds gradients up in another order,
+            so that transports agree to 1e-6 and not to the bit.
         final_rows: whether rows that the batch before does not touch come during it.
         sizes: of micro-batches: even, or light_ends (small where nothing hides the exchange).
         communication_share: what light_ends suppose communication to take of a step done in turn; or auto: what it

@@ -79,13 +79,13 @@ class Job:
             embeddings: their vectors.
             network: what computes them in place of the network, where that is DLRM over tables of one dim.
         """
-        dense = upload(dense, embeddings.values.device).to(embeddings.values.dtype)
+        dense = upload(dense, embeddings.device).to(embeddings.dtype)
         with self.linear(), computing_in(self.config.train.precision):
             if self.own is not None:
                 logits = self.own.logits(dense, embeddings)
             else:
                 logits = (network or self.network)(dense, embeddings.stacked())
-        return logits.to(embeddings.values.dtype)
+        return logits.to(embeddings.dtype)
 
     def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """The sum of the losses of some samples, each times its weight: of logits and labels `[B]` or `[B, L]`."""

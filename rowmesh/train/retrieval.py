@@ -54,8 +54,8 @@ def two_tower(job: Job) -> TwoTower:
 
 def towers(job: Job, batch: Batch, embeddings: Embeddings) -> tuple[Tensor, Tensor]:
     """Vectors of the queries and of the items of this rank's samples, both `[B, W]`."""
-    dtype = embeddings.values.dtype
-    dense = upload(batch.dense, embeddings.values.device).to(dtype)
+    dtype = embeddings.dtype
+    dense = upload(batch.dense, embeddings.device).to(dtype)
     with job.linear(), computing_in(job.config.train.precision):
         queries, items = two_tower(job).towers(dense, embeddings)
     return queries.to(dtype), items.to(dtype)

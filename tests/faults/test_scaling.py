@@ -343,3 +343,71 @@ def test_sgd_takes_the_unscaled_gradient():
     scaler.update()
     moved = before - embeddings.local_rows("item")[0].values
     torch.testing.assert_close(moved, torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
+
+
+# A step that raises, and comes again
+
+
+def refuse(optimizer):
+    """Has the next step raise before anything is sent, as a schedule that went wrong would; returns what mends it."""
+    (group, *_), lr = optimizer.param_groups, optimizer.param_groups[0]["lr"]
+    group["lr"] = "a mistake"
+    with pytest.raises(ValueError, match="a mistake"):
+        optimizer.step()
+    group["lr"] = lr
+
+
+@pytest.mark.parametrize("how", ["clipped", "unscaled", "both"])
+def test_a_step_that_comes_again_takes_the_gradients_as_they_were_clipped_and_unscaled(how):
+    embeddings = EmbeddingCollection([TableSpec(name="item", num_rows=3, dim=4, optimizer=SGD(lr=1.0))])
+    optimizer, scaler = EmbeddingOptimizer(embeddings), torch.amp.GradScaler("cpu", init_scale=SCALE)
+    before = embeddings.local_rows("item")[0].values.clone()
+    loss = (embeddings(SparseBatch.from_bags({"item": [[1]]})).values * 1000.0).sum()
+    (loss if how == "clipped" else scaler.scale(loss)).backward()
+    if how != "clipped":
+        scaler.unscale_(optimizer)
+    expected = 1000.0
+    if how != "unscaled":
+        assert optimizer.clip_grad_norm_(1.0) == 2000.0
+        expected = 0.5
+    refuse(optimizer)
+    assert torch.equal(embeddings.local_rows("item")[0].values, before)
+    if how == "clipped":
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    moved = before - embeddings.local_rows("item")[0].values
+    torch.testing.assert_close(moved, torch.tensor([[0.0], [expected], [0.0]]).expand(3, 4))
+
+
+def test_a_network_does_not_step_where_the_rows_refuse():
+    training = Training(Mesh())
+    both = JointOptimizer(training.dense_optimizer, training.sparse_optimizer)
+    training.backward(0, scaled=False)
+    weights, rows = training.dense.weight.detach().clone(), training.rows
+    training.sparse_optimizer.param_groups[0]["lr"] = "a mistake"
+    with pytest.raises(ValueError, match="a mistake"):
+        both.step()
+    assert torch.equal(training.dense.weight, weights)
+    training.sparse_optimizer.param_groups[0]["lr"] = 0.1
+    both.step()
+    assert not torch.equal(training.dense.weight, weights)
+    assert not all(map(torch.equal, training.rows, rows))
+
+
+def step_with_another_rate(mesh):
+    """What two ranks refuse together: network and rows stay as they are, on both; and the step may come again."""
+    training = Training(mesh, "collective")
+    both = JointOptimizer(training.dense_optimizer, training.sparse_optimizer)
+    training.backward(0, scaled=False)
+    weights, rows = training.dense.weight.detach().clone(), training.rows
+    group = training.sparse_optimizer.param_groups[0]
+    group["lr"] = 0.1 if mesh.rank else 0.2
+    with pytest.raises(RowmeshError, match="ranks disagree about how fast"):
+        both.step()
+    assert torch.equal(training.dense.weight, weights)
+    assert all(map(torch.equal, training.rows, rows))
+
+
+def test_a_network_does_not_step_where_ranks_differ(ranks):
+    ranks.run(step_with_another_rate)

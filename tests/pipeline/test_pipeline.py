@@ -345,6 +345,12 @@ def test_a_loader_is_let_go_of(ends):
     "options, text",
     [
         ({"depth": -1}, "depth must be 0 or more, got -1"),
+        ({"depth": 1.5}, "depth must be a whole number, got 1.5"),
+        ({"depth": "1"}, "depth must be a whole number, got '1'"),
+        ({"depth": None}, "depth must be a whole number, got None"),
+        ({"depth": True}, "depth must be a whole number, got True"),
+        ({"micro_batches": 2.0}, "micro_batches must be a whole number, got 2.0"),
+        ({"micro_batches": "2"}, "micro_batches must be a whole number, got '2'"),
         ({"micro_batches": 32}, "micro_batches must be 1 to 31, got 32"),
         ({"exchange": "twice"}, "exchange must be one of"),
         ({"clustering": "yes"}, "clustering must be one of"),
