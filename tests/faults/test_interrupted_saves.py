@@ -56,9 +56,12 @@ def interrupted():
     assert main is not None
     timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        timer.cancel()  # where the block did not wait: Ctrl-C would end the tests
+        timer.join()
 
 
 def test_a_model_that_is_still_written_is_not_said_to_be_done(tmp_path):
