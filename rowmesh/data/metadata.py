@@ -53,6 +53,7 @@ class _Scale(_Section):
     mean: Finite
     std: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     missing: dict[str, Share]
+    from_float64: bool = False
 
 
 class _Order(_Section):

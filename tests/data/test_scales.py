@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowmesh.data import Loader, Prepared, Schema, prepare
+from rowmesh.data.encoder import prepared_encoder
 from rowmesh.data.request import preparation_request
 from rowmesh.data.scales import DenseScale, DenseStatistics
 from rowmesh.data.schema import CRITEO
@@ -98,6 +99,29 @@ def test_values_of_very_different_size_have_finite_scales():
     assert scale.log1p == (abs(scale.mean - logged.mean()) < 1e-9)
     assert np.isfinite([scale.mean, scale.std]).all()
     assert statistics._logged.std == pytest.approx(logged.std())
+
+
+@pytest.mark.parametrize("from_float64", [False, True])
+def test_rows_are_scored_with_the_bits_of_the_preparation(tmp_path, from_float64):
+    """Data of earlier versions cut values to float32 first, and so do rows that their models score."""
+    values = 1.7e12 + np.arange(300.0) * 1000
+    columns = np.stack([values, values, values, values, values])
+    prepared = prepare({"train": [write(tmp_path / "train.csv", columns)]}, tmp_path / "out", SCHEMA)
+    if not from_float64:
+        path = prepared.folder / "metadata.json"
+        metadata = json.loads(path.read_text())
+        assert all(scale.pop("from_float64") for scale in metadata["dense_scales"])
+        path.write_text(json.dumps(metadata))
+        (prepared.folder / "manifest.json").unlink()
+        prepared = Prepared.open(prepared.folder)
+    encoder = prepared_encoder(prepared)
+    given = pa.table({**dict(zip(SCHEMA.dense, columns, strict=True)), "a": ["1"] * 300})
+    found = encoder.encode(encoder.check_table(given, SCHEMA.for_scoring()))["age"].to_numpy()
+    assert prepared.dense_scales is not None
+    scale = prepared.dense_scales[0]
+    exact = ((values if from_float64 else values.astype(np.float32).astype(np.float64)) - scale.mean) / scale.std
+    assert np.array_equal(found, exact.astype(np.float32))
+    assert len(np.unique(found)) == (300 if from_float64 else 3)
 
 
 def test_data_of_earlier_versions_are_prepared_again(tmp_path, columns):
