@@ -165,6 +165,14 @@ def views_of(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
     return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]
 
 
+def split_apart(values: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """Parts of a tensor that nothing else will be read from: views to their memory, and to autograd none.
+
+    So each of them may be changed in place, which torch refuses of views that come several at once.
+    """
+    return torch.unsafe_split_with_sizes(values, [*sizes], dim)
+
+
 class Embeddings:
     """What a look-up returns. Vectors may be changed in place, as those of any layer (`nn.ReLU(inplace=True)`).
 
@@ -274,14 +282,6 @@ def look_up_some(
     """
     known = [name for table in tables for name in table.features]
     return look_up(with_empty_bags(batch, features, known)).select(features)
-
-
-def split_apart(values: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
-    """Parts of a tensor that nothing else will be read from: views to their memory, and to autograd none.
-
-    So each of them may be changed in place, which torch refuses of views that come several at once.
-    """
-    return torch.unsafe_split_with_sizes(values, [*sizes], dim)
 
 
 class Outputs:
