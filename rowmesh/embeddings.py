@@ -164,6 +164,14 @@ def views_of(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
     return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]
 
 
+def split_apart(values: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """Parts of a tensor that nothing else will be read from: views to their memory, and to autograd none.
+
+    So each of them may be changed in place, which torch refuses of views that come several at once.
+    """
+    return torch.unsafe_split_with_sizes(values, [*sizes], dim)
+
+
 class Embeddings:
     """What a look-up returns. Vectors may be changed in place, as those of any layer (`nn.ReLU(inplace=True)`).
 
@@ -248,14 +256,6 @@ class Embeddings:
             dims = dict(zip(self.features, self.dims, strict=True))
             raise ConfigurationError(f"features of different dims cannot be stacked: {dims}")
         return self.values.view(self.values.shape[0], len(self.dims), self.dims[0])
-
-
-def split_apart(values: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
-    """Parts of a tensor that nothing else will be read from: views to their memory, and to autograd none.
-
-    So each of them may be changed in place, which torch refuses of views that come several at once.
-    """
-    return torch.unsafe_split_with_sizes(values, [*sizes], dim)
 
 
 class Outputs:
