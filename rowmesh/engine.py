@@ -27,11 +27,11 @@ from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
-from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, PeerError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.handshake import Step, agree_to_migrate
+from rowmesh.exchange.handshake import RefusedError, Step, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route
@@ -43,7 +43,8 @@ from rowmesh.freezing import freeze
 from rowmesh.gate import Gate
 from rowmesh.gradient_norm import gradient_norm
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.waiting import gather_objects
+from rowmesh.mesh.failures import FailureMark
+from rowmesh.mesh.waiting import broadcast_object, gather_objects
 from rowmesh.ops.sole import are_sole
 from rowmesh.optim.rules import Rate
 from rowmesh.pending import Pending
@@ -55,6 +56,7 @@ from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 
 logger = logging.getLogger("rowmesh")
+_numbers = count()  # of the collections that this process has made
 
 
 class Rows:
@@ -106,6 +108,7 @@ class Engine:
         step_count: how many steps were taken.
         num_migrations: how many plans were taken over.
         num_sets: how often rows were set from outside.
+        failure: whether a step ended half way, on any rank.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Engine:
             held = exchange.address_map.held
             exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
         self.shard_groups.connect()
+        self.failure = self._make_mark()
         shares_memory = shard_groups.transport == "one_sided"
         self.resolver = make_resolver(
             self.exchanges, plan, mesh, seed, options.synchronization, shares_memory=shares_memory
@@ -154,6 +158,14 @@ class Engine:
         self.step_count = self.num_migrations = self.num_sets = 0
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
+    def _make_mark(self) -> FailureMark:
+        """What tells other ranks that a step of these tables ended half way. Collective."""
+        name, mesh = None, self._rows_mesh
+        if mesh.world_size > 1:
+            own = f"{mesh.run.rank}-{next(_numbers)}"
+            name = broadcast_object(mesh, own, "naming the tables of all ranks")
+        return FailureMark(mesh.failures, name)
+
     @property
     def num_bytes(self) -> dict[str, int]:
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
@@ -174,12 +186,15 @@ class Engine:
         if self._replicated:
             self.flush_replicas()
         with self.gate.reading:
+            self.failure.check()
             if self._driver is not None:
                 self._driver.wait()
             route = self._route(batch, (next(self._look_ups), self.step_count))
             self._fetch(route)
             reach("engine.fetched")
-            return self._pool(route)
+            found = self._pool(route)
+            del route  # where nothing trains, it gives its memory back here, where Ctrl-C waits
+            return found
 
     def route(self, batch: SparseBatch) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication."""
@@ -207,16 +222,97 @@ class Engine:
         if self._driver is not None:
             raise self._is_driven("rows are updated")
         with self.gate.writing:
+            self.failure.check()
+            if self._replicated:
+                self._flush()
             step = Step(self.step_count + 1, rates, self._group_names)
-            taken = self.pending.take(routes, self._num_pushes + 1)
-            self._num_pushes += 1
+            taken = self.pending.choose(routes)
+            if (refusal := self._prepare(taken, step)) is not None:
+                raise self._refused(step, refusal)
+            try:
+                for each in self._all:
+                    each.apply()
+                self._num_pushes += 1
+                self.step_count += 1
+                self.pending.remove(taken, self._num_pushes)
+                for exchange in self.exchanges:
+                    exchange.counters.pushes += 1
+                self._end([route.pin for route in taken if route.pin is not None])
+            except BaseException as error:
+                error.add_note(f"step {step.number} ended half way; its tables cannot be used any more")
+                self._fail(step.number, error)
+                raise
+            del taken  # routes give their memory back here, where Ctrl-C waits
+
+    # [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`
+
+    def _prepare(self, routes: Sequence[Route], step: Step) -> Exception | None:
+        """Prepares a step, and agrees on it with all ranks; returns why none takes it, None where all do."""
+        refusal = None
+        try:
             reach("engine.push")
             for each in self._all:
-                each.push(taken, step)
-            self.step_count += 1
-            for exchange in self.exchanges:
-                exchange.counters.pushes += 1
-            self._end([route.pin for route in taken if route.pin is not None])
+                each.prepare(routes, step)
+        except Exception as error:
+            refusal = error
+        try:
+            for each in self._all:
+                refusal = each.agree(step, refusal)
+        except PeerError as error:
+            if not error.is_common:
+                self._fail(step.number, error)
+            self._withdraw()
+            raise
+        except BaseException as error:
+            self._fail(step.number, error)
+            self._withdraw()
+            raise
+        if refusal is not None:
+            self._withdraw()
+        return refusal
+
+    def _withdraw(self) -> None:
+        for each in self._all:
+            each.withdraw()
+
+    def _refused(self, step: Step, refusal: Exception) -> Exception:
+        """The error for a step that no rank has taken: why this rank could not, or which other one."""
+        rest = (
+            f"step {step.number} was not taken, on no rank: no row has changed, and gradients are kept; call step() "
+            "again, or drop them by zero_grad()"
+        )
+        mine = None if isinstance(refusal, RefusedError) else f"{type(refusal).__name__}: {refusal}"
+        everyone = gather_objects(self._agreeing, mine, "telling why a step is not taken")
+        if mine is not None:
+            refusal.add_note(rest)
+            return refusal
+        named = self._agreeing.name
+        why = "; ".join(f"rank {named(rank)} cannot take it: {each}" for rank, each in enumerate(everyone) if each)
+        return PeerError(f"rank {self._rows_mesh.rank}: {rest}; {why}")
+
+    @property
+    def _agreeing(self) -> Mesh:
+        """The ranks that take a step together: all, but where averaged replicas step for themselves."""
+        alone = self._computed or [each for each in self._stored if not each.averages]
+        return self._rows_mesh if alone else min(self._stored, key=lambda each: each.replicas).mesh
+
+    def _fail(self, step: int, error: BaseException) -> None:
+        """A step ended half way, or ranks may disagree on whether it was taken: these tables are of no use any more."""
+        rank = self._rows_mesh.name(self._rows_mesh.rank)
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        self.failure.set(f"rank {rank} failed in step {step}, on which ranks had agreed ({what})")
+        for each in self._all:
+            each.fail(step)
+
+    def _flush(self) -> None:
+        """Updates rows by the messages of other replicas. Collective."""
+        for each in self._replicated:
+            try:
+                each.flush()
+            except BaseException as error:
+                if each.is_half_done:
+                    self._fail(self.step_count, error)
+                raise
 
     def _end(self, pins: list[BatchPin]) -> None:
         """Batches have had their step. What replicas send of it comes before the next one ends."""
@@ -267,8 +363,7 @@ class Engine:
         if any(each.needs_flush for each in self._replicated):
             with self.gate.writing:
                 self.wait()
-                for each in self._replicated:
-                    each.flush()
+                self._flush()
 
     # What an optimizer asks for
 
@@ -375,7 +470,9 @@ class Engine:
 
         Raises:
             RowmeshError: one of its batches is half way, or it failed.
+            PeerError: a step ended half way, on this rank or on another.
         """
+        self.failure.check()
         if self._driver is not None:
             self._driver.wait()
 
@@ -441,6 +538,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Makes all replicas of all rows equal. Collective."""
+        self.failure.look()
         self.wait()
         with self.gate.writing:
             self._synchronize()
@@ -516,12 +614,14 @@ class Engine:
 
     def barrier(self) -> None:
         """Waits until all ranks have come here."""
+        self.failure.look()
         self.wait()
         with self.gate.writing:
             self.shard_groups.barrier()
 
     def close(self) -> None:
         """Lets no further rank map this one's memory, and closes stores."""
+        self.failure.close()
         self.shard_groups.close()
         if self.resolver is not None:
             self.resolver.close()
@@ -531,6 +631,8 @@ class Engine:
         if self._driver is not None:
             raise self._is_driven("rows migrate")
         with self.gate.writing:
+            self.failure.look()
+            self.failure.check()
             began = time.perf_counter()
             self.shard_groups.barrier()  # devices may hold batches that no host has checked
             agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self.exchanges))

@@ -95,6 +95,9 @@ class CollectiveSums:
         """Waits for all ranks."""
         barrier(self._mesh, "waiting at a barrier")
 
+    def fail(self, step: int) -> None:
+        """No-op: ranks that wait for messages learn it elsewhere."""
+
     def close(self) -> None:
         """Nothing is held that does not go with this."""
 
@@ -132,11 +135,11 @@ class SharedSums:
 
     def begin(self) -> Tensor:
         """Zeros, for this rank's vector."""
-        self._turn = 1 - self._turn
-        return self._vectors[self._turn][self._mesh.rank].zero_()
+        return self._vectors[1 - self._turn][self._mesh.rank].zero_()
 
     def finish(self) -> Tensor:
         """The sum of all vectors; one barrier, or two."""
+        self._turn = 1 - self._turn
         self._barrier.wait()
         vectors, sums, rank = self._vectors[self._turn], self._sums[self._turn], self._mesh.rank
         if not self._is_scattered:
@@ -154,6 +157,10 @@ class SharedSums:
     def barrier(self) -> None:
         """Waits for all ranks."""
         self._barrier.wait()
+
+    def fail(self, step: int) -> None:
+        """Notes that this rank failed in a step: others stop waiting for it."""
+        self._barrier.fail(step)
 
     def close(self) -> None:
         """No further rank can map the vectors; they are freed with the last view."""
