@@ -53,13 +53,17 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         # learning rates, whether it announces anything new, whether it has no room for what is new; for each group how
         # many send buffers it announces, and which; for each group how many entries for each rank it has announced at
         # most, and send buffers.
-        self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
-        size = mesh.world_size
-        self._board = SharedBuffer.create(128 + (self._group_bytes + 8 * (size + 1)) * num_groups)
+        self._group_bytes, size = 8 * (1 + _ENTRY * MAX_ROUTES), mesh.world_size
+        self._board: SharedBuffer | None = None
         self._shown: list[dict[int, int]] = [{} for _ in range(num_groups)]  # send buffers that all peers know
         self._most = [[0] * (size + 1) for _ in range(num_groups)]  # the limits of this rank
         self._rooms = [0] * num_groups  # entries of all ranks that there is room for
         self._is_new = False
+
+    def make_room(self) -> None:
+        """Makes the board."""
+        of_groups = (self._group_bytes + 8 * (self._mesh.world_size + 1)) * self._num_groups
+        self._board = SharedBuffer.create(128 + of_groups)
 
     def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor:
         """Shared memory."""
@@ -77,6 +81,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         """Maps every rank's arenas and board; collective."""
         mesh = self._mesh
         self._exchanges = exchanges
+        assert self._board is not None
         for buffer, exchange in zip(self._keep, exchanges, strict=True):
             if not _is_lazy(exchange):
                 buffer.use_huge_pages()
@@ -119,37 +124,38 @@ class OneSidedTransport(Transport[HostGroupExchange]):
                 f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
                 f"at most {MAX_ROUTES} can be"
             )
+        self._announce(routes)
         for index, exchange in enumerate(self._exchanges):
-            if self._announce(index, exchange, routes):
-                self._is_new = True  # until all have made room
             if exchange.replicated is not None:
                 exchange.replicated.make_room(self._rooms[index])
         self._pushed = routes, updates, step
 
-    def _announce(self, index: int, exchange: HostGroupExchange, routes: Sequence[Routed]) -> bool:
-        """Writes a group's send buffers to the board; returns whether a peer has to make room for them."""
-        announced, most, shown, size = self._own[index], self._most[index], self._shown[index], self._mesh.world_size
-        counts, is_new, begin = [0] * size, len(routes) > most[size], 1
-        for route in routes:
-            look_up = route.groups[index].look_up
-            send, bounds = look_up.send, look_up.bounds
-            lists, gradients = send.lists, send.gradients
-            assert isinstance(lists, SharedBuffer)
-            assert isinstance(gradients, SharedBuffer)
-            memory = lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes
-            announced[begin : begin + _ENTRY] = (send.number, send.generation, *memory)
-            begin += _ENTRY
-            is_new |= shown.get(send.number) != send.generation
-            for rank in range(size):
-                counts[rank] += bounds[-1] if exchange.copies else bounds[rank + 1] - bounds[rank]
-        announced[0] = len(routes)
-        for rank, count in enumerate(counts):
-            if count > most[rank]:
-                most[rank], is_new = count + count // 4, True
-        if is_new:
-            most[size] = max(most[size], len(routes))
-            self._limits[self._mesh.rank][index] = most
-        return is_new
+    def _announce(self, routes: Sequence[Routed]) -> None:
+        """Writes the send buffers of all groups to the board, and notes whether peers have to make room for them."""
+        size = self._mesh.world_size
+        for index, exchange in enumerate(self._exchanges):
+            announced, most, shown = self._own[index], self._most[index], self._shown[index]
+            counts, is_new, begin = [0] * size, len(routes) > most[size], 1
+            for route in routes:
+                look_up = route.groups[index].look_up
+                send, bounds = look_up.send, look_up.bounds
+                lists, gradients = send.lists, send.gradients
+                assert isinstance(lists, SharedBuffer)
+                assert isinstance(gradients, SharedBuffer)
+                memory = lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes
+                announced[begin : begin + _ENTRY] = (send.number, send.generation, *memory)
+                begin += _ENTRY
+                is_new |= shown.get(send.number) != send.generation
+                for rank in range(size):
+                    counts[rank] += bounds[-1] if exchange.copies else bounds[rank + 1] - bounds[rank]
+            announced[0] = len(routes)
+            for rank, count in enumerate(counts):
+                if count > most[rank]:
+                    most[rank], is_new = count + count // 4, True
+            if is_new:
+                most[size] = max(most[size], len(routes))
+                self._limits[self._mesh.rank][index] = most
+                self._is_new = True  # until all have made room
 
     def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
         """Waits for all announcements; where one is new, makes room for it and waits once more."""
@@ -157,11 +163,13 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         words = self._words[self._mesh.rank]
         words[0], words[1] = joined(self._num_fetches, step, refusal is not None), self._is_new
         self._barrier.wait()
-        refusal = self._check(step, refusal)
-        if refusal is not None:
+        if (refusal := self._check(step, refusal)) is not None:
             self._barrier.wait()  # all have read
-        elif any(theirs[1] for theirs in self._words):
-            refusal = self._grow()
+        else:
+            for theirs in self._words:
+                if theirs[1]:
+                    refusal = self._grow()
+                    break
         if refusal is not None:
             self._num_pushes -= 1
         return refusal
@@ -180,8 +188,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
                     exchange.replicated.make_room(room)
                 for rank in range(self._mesh.world_size):
                     if rank != self._mesh.rank:
-                        for place in range(int(self._announced[rank][index][0])):
-                            self._find(rank, index, place)
+                        self._meet(rank, index)
         except Exception as error:
             refusal = error
         self._words[self._mesh.rank][2] = joined(0, None, refusal is not None)
@@ -242,9 +249,9 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         return after_hearing(self._mesh, words, refusal)
 
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
-        exchange = self._exchanges[index]
-        for place in range(int(self._announced[rank][index][0])):
-            requests, copied = self._find(rank, index, place)
+        exchange, announced = self._exchanges[index], self._announced[rank][index]
+        for place in range(int(announced[0])):
+            _, requests, copied, _ = self._mapped[rank, index, int(announced[1 + _ENTRY * place])]
             before = sources.num_entries
             sources.add(*requests)
             if exchange.copies:
@@ -252,15 +259,16 @@ class OneSidedTransport(Transport[HostGroupExchange]):
             num_requests = sources.num_entries - before
             exchange.counters.bytes_received += num_requests * (4 + exchange.gradient_bytes)
 
-    def _find(self, rank: int, index: int, place: int) -> tuple[_Requests, _Copied]:
-        """A send buffer that a peer has announced, as it looks here; it is mapped where the peer made it anew."""
-        begin = 1 + _ENTRY * place
-        number, generation, *memory = self._announced[rank][index][begin : begin + _ENTRY].tolist()
-        mapped = self._mapped.get((rank, index, number))
-        if mapped is None or mapped[0] != generation:
-            mapped = generation, *self._map(rank, self._exchanges[index].num_segments, memory)
-            self._mapped[rank, index, number] = mapped
-        return mapped[1], mapped[2]
+    def _meet(self, rank: int, index: int) -> None:
+        """Maps the send buffers that a peer has announced and made anew."""
+        announced = self._announced[rank][index]
+        for place in range(int(announced[0])):
+            begin = 1 + _ENTRY * place
+            number, generation, *memory = announced[begin : begin + _ENTRY].tolist()
+            mapped = self._mapped.get((rank, index, number))
+            if mapped is None or mapped[0] != generation:
+                mapped = generation, *self._map(rank, self._exchanges[index].num_segments, memory)
+                self._mapped[rank, index, number] = mapped
 
     def _map(
         self, rank: int, num_segments: int, memory: Sequence[int]
@@ -279,7 +287,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
     @property
     def num_bytes(self) -> int:
         """Of the board; send buffers belong to batches."""
-        return self._board.num_bytes
+        return 0 if self._board is None else self._board.num_bytes
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -293,7 +301,8 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         """Closes the shared memory, which is freed with the last rank's last view."""
         self._mapped.clear()
         for buffer in (*self._keep, self._board):
-            buffer.close()
+            if buffer is not None:
+                buffer.close()
 
 
 def _is_lazy(exchange: HostGroupExchange) -> bool:

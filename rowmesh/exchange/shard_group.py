@@ -122,7 +122,7 @@ class ShardGroup:
         self.transport.common, self.transport_name = options.common, self.transport.name
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: ReplicaSync | DynamicMeans | None = None
-        self.needs_flush = False
+        self.needs_flush = self._has_failed = False
         self._exact: ReplicaSync | None = None  # what keeps replicas on hosts equal, where it has a part in each step
         self._pushed: tuple[Sequence[Routed], list[Update], Step] | None = None  # what is prepared
 
@@ -164,6 +164,7 @@ class ShardGroup:
             ConfigurationError: a rank would hold more rows than slots have numbers.
             MemoryError, OSError: there is no room.
         """
+        self.transport.make_room()
         plan = self.plan if self.device is None else one_hop(self.plan)
         self.exchanges = [self._make_exchange(group, plan) for group in self._groups]
 
@@ -199,9 +200,9 @@ class ShardGroup:
         """What it holds, for people."""
         return f"tables of {self.replicas} replica(s)" + ("" if self.device is None else f" on {self.device}")
 
-    def fill_from(self, before: ShardGroup) -> Moved:
+    def fill_from(self, before: ShardGroup, everyone: Mesh) -> Moved:
         """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
-        return move_rows(before.exchanges, self.exchanges, self.mesh)
+        return move_rows(before.exchanges, self.exchanges, self.mesh, everyone=everyone)
 
     @property
     def num_bytes(self) -> int:
@@ -287,6 +288,7 @@ class ShardGroup:
     def fail(self, step: int) -> None:
         """Notes that this rank failed amid a step: others stop waiting for it, where a transport can tell them."""
         self.transport.fail(step)
+        self._has_failed = True
 
     @property
     def is_half_done(self) -> bool:
@@ -356,7 +358,7 @@ class ShardGroup:
 
     def close(self) -> None:
         """Frees rows and the transport; before that, rows are brought up to date where that needs no other rank."""
-        if self.replicas == 2:
+        if self.replicas == 2 and not self._has_failed:
             self.flush_own()
         for exchange in self.exchanges:
             exchange.arena.close()
@@ -448,7 +450,7 @@ class ShardGroups:
     def fill_from(self, old: ShardGroups) -> list[Moved]:
         """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
         return [
-            *(after.fill_from(before) for before, after in zip(old.stored, self.stored, strict=True)),
+            *(after.fill_from(before, self._mesh) for before, after in zip(old.stored, self.stored, strict=True)),
             *(after.fill_from(before) for before, after in zip(old.computed, self.computed, strict=True)),
         ]
 

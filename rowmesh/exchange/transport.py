@@ -69,6 +69,13 @@ class Transport(Generic[X]):
         """Memory of this rank that messages need, beside what batches hold."""
         return 0
 
+    def make_room(self) -> None:
+        """Takes the memory that the transport itself needs, before rows have theirs.
+
+        Raises:
+            MemoryError: there is none.
+        """
+
     def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor | None:
         """Memory for a rank's rows, `[slots, D]`, where other ranks must be able to read them; None: any memory.
 

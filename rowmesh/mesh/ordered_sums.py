@@ -19,6 +19,7 @@ from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel, MessageCounters
 from rowmesh.mesh.shared_memory import share
+from rowmesh.mesh.together import on_all_ranks
 from rowmesh.mesh.waiting import barrier
 from rowmesh.ops.memory import round_up
 
@@ -119,7 +120,8 @@ class SharedSums:
         self._is_scattered = is_scattered(size * dtype.itemsize, mesh.world_size)
         part = size // mesh.world_size if self._is_scattered else 0
         self._total = torch.zeros(size, dtype=dtype, device="cpu")
-        own = SharedBuffer.create(_FLAG_BYTES + 2 * (size + part) * dtype.itemsize)
+        num_bytes = _FLAG_BYTES + 2 * (size + part) * dtype.itemsize
+        own = on_all_ranks(mesh, "making room for vectors", lambda: SharedBuffer.create(num_bytes))
         own.use_huge_pages()
         self._buffers = [buffer for (buffer,) in share(mesh, [own])]
         self._vectors, self._sums = (

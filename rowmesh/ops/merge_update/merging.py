@@ -171,7 +171,12 @@ class Merger(HostMerged):
             node_ends: where they come from several nodes, one past each node's last entry.
         """
         self.num_nodes = max(len(node_ends), 1)
-        self.make_room(num_entries, len(sources), len(node_ends))
+        if (
+            num_entries > self._most_entries
+            or 24 * len(sources) > self._sources.num_bytes
+            or 8 * len(node_ends) > self._node_ends.num_bytes
+        ):
+            self.make_room(num_entries, len(sources), len(node_ends))
         if len(node_ends) > 1:
             self._node_ends.array(np.int64, len(node_ends))[:] = node_ends
         for number, source in enumerate(sources):  # one array of all would cost more than merging a small batch
