@@ -27,11 +27,11 @@ from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.resolver import Resolver
 from rowmesh.embeddings import Embeddings, Outputs
-from rowmesh.errors import ConfigurationError, DataError, PeerError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, IdRangeError, PeerError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.handshake import RefusedError, Step, agree_to_migrate
+from rowmesh.exchange.handshake import Step, StepRefusedError, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route
@@ -186,7 +186,8 @@ class Engine:
         if self._replicated:
             self.flush_replicas()
         with self.gate.reading:
-            self.failure.check()
+            if self.failure.text:
+                self.failure.check()
             if self._driver is not None:
                 self._driver.wait()
             route = self._route(batch, (next(self._look_ups), self.step_count))
@@ -222,7 +223,8 @@ class Engine:
         if self._driver is not None:
             raise self._is_driven("rows are updated")
         with self.gate.writing:
-            self.failure.check()
+            if self.failure.text:
+                self.failure.check()
             if self._replicated:
                 self._flush()
             step = Step(self.step_count + 1, rates, self._group_names)
@@ -237,7 +239,8 @@ class Engine:
                 self.pending.remove(taken, self._num_pushes)
                 for exchange in self.exchanges:
                     exchange.counters.pushes += 1
-                self._end([route.pin for route in taken if route.pin is not None])
+                if self.resolver is not None:
+                    self._end([route.pin for route in taken if route.pin is not None])
             except BaseException as error:
                 error.add_note(f"step {step.number} ended half way; its tables cannot be used any more")
                 self._fail(step.number, error)
@@ -281,7 +284,10 @@ class Engine:
             f"step {step.number} was not taken, on no rank: no row has changed, and gradients are kept; call step() "
             "again, or drop them by zero_grad()"
         )
-        mine = None if isinstance(refusal, RefusedError) else f"{type(refusal).__name__}: {refusal}"
+        if isinstance(refusal, (IdRangeError, PeerError)) and not isinstance(refusal, StepRefusedError):
+            self.pending.clear()  # a device looked up ids that are no rows, on this rank or on another
+            rest = f"step {step.number} was not taken, on no rank: no row has changed, and gradients are dropped"
+        mine = None if isinstance(refusal, StepRefusedError) else f"{type(refusal).__name__}: {refusal}"
         everyone = gather_objects(self._agreeing, mine, "telling why a step is not taken")
         if mine is not None:
             refusal.add_note(rest)
@@ -303,6 +309,11 @@ class Engine:
         self.failure.set(f"rank {rank} failed in step {step}, on which ranks had agreed ({what})")
         for each in self._all:
             each.fail(step)
+
+    def check_whole(self) -> None:
+        """Raises PeerError where a step ended half way, on this rank or, as far as it can be known now, on another."""
+        self.failure.look()
+        self.failure.check()
 
     def _flush(self) -> None:
         """Updates rows by the messages of other replicas. Collective."""
@@ -538,7 +549,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Makes all replicas of all rows equal. Collective."""
-        self.failure.look()
+        self.check_whole()
         self.wait()
         with self.gate.writing:
             self._synchronize()
@@ -614,7 +625,7 @@ class Engine:
 
     def barrier(self) -> None:
         """Waits until all ranks have come here."""
-        self.failure.look()
+        self.check_whole()
         self.wait()
         with self.gate.writing:
             self.shard_groups.barrier()
@@ -622,6 +633,9 @@ class Engine:
     def close(self) -> None:
         """Lets no further rank map this one's memory, and closes stores."""
         self.failure.close()
+        if self.failure.text:  # or messages of ranks would be waited for that do not come
+            for each in self._all:
+                each.fail(self.step_count + 1)
         self.shard_groups.close()
         if self.resolver is not None:
             self.resolver.close()
@@ -631,8 +645,7 @@ class Engine:
         if self._driver is not None:
             raise self._is_driven("rows migrate")
         with self.gate.writing:
-            self.failure.look()
-            self.failure.check()
+            self.check_whole()
             began = time.perf_counter()
             self.shard_groups.barrier()  # devices may hold batches that no host has checked
             agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self.exchanges))

@@ -18,7 +18,11 @@ def wait_for_those_before(collections: Iterable[Any]) -> None:
 
     Raises:
         CheckpointError: it could not be.
+        PeerError: a step of one of them ended half way, on any rank.
     """
+    collections = [*collections]
+    for each in collections:
+        each.engine.check_whole()
     for before in filter(None, [vars(each).pop(_NAME, None) for each in collections]):
         before.wait()
 

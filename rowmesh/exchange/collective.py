@@ -187,13 +187,16 @@ class CollectiveTransport(Transport[HostGroupExchange]):
 
     def _grow(self, step: Step) -> Exception | None:
         """Makes room for sums of copied rows, and has ranks agree on it."""
-        refusal = None
+        growing, refusal = self._sums_growing(), None
         try:
-            for messages in self._sums_growing():
+            for messages in growing:
                 messages.make_room_for_copies()
         except Exception as error:
             refusal = error
-        return self._compare(step, refusal)[0]
+        if (refusal := self._compare(step, refusal)[0]) is None:
+            for messages in growing:
+                messages.end_growing()
+        return refusal
 
     def _align(self, most: int) -> Exception | None:
         """Makes all ranks push equally many routes: they send their requests once more, or none where they have none.
@@ -448,6 +451,9 @@ class CollectiveGroup:
         if self.exchange.replicated is not None:
             num_copied = max(self.copied_counts) * self.exchange.world_size
             self.exchange.replicated.make_room(self.exchange.merger.num_merged + num_copied)
+
+    def end_growing(self) -> None:
+        """All ranks have made that room."""
         self._most_copied = max(self.copied_counts)
 
     def push(self, groups: Sequence[HostRouteGroup], gradients: Sequence[Message], update: Update) -> None:

@@ -20,7 +20,7 @@ from rowmesh.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.core_group import CoreGroup, DeviceCoreGroup, HostCoreGroup
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.handshake import Handshake, RefusedError, Step, after_hearing, check_rates
+from rowmesh.exchange.handshake import Handshake, Step, StepRefusedError, after_hearing, check_rates
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route, ShardGroupRoute
 from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
@@ -221,7 +221,7 @@ class CoreShardGroup:
             except ConfigurationError as error:
                 refusal = refusal or error
         if refusal is None and self._layout.is_refused(self._total):
-            refusal = RefusedError(f"rank {self.mesh.name(self.mesh.rank)}: another rank cannot take this step")
+            refusal = StepRefusedError(f"rank {self.mesh.name(self.mesh.rank)}: another rank cannot take this step")
         return refusal
 
     def _agree_on_hosts(self, step: Step, refusal: Exception | None) -> Exception | None:

@@ -64,7 +64,7 @@ def out_of_step(text: str) -> PeerError:
     return error
 
 
-class RefusedError(PeerError):
+class StepRefusedError(PeerError):
     """Another rank cannot take a step. It has said so before any rank changed a row, and all ranks know it."""
 
 
@@ -98,7 +98,7 @@ def after_hearing(mesh: Mesh, numbers: Sequence[int], refusal: Exception | None)
     """
     if refusal is None and (others := refusing(numbers)):
         names = ", ".join(f"rank {mesh.name(rank)}" for rank in others)
-        return RefusedError(f"rank {mesh.name(mesh.rank)}: {names} cannot take this step; no rank has taken it")
+        return StepRefusedError(f"rank {mesh.name(mesh.rank)}: {names} cannot take this step; no rank has taken it")
     return refusal
 
 

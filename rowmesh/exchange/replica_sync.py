@@ -84,7 +84,6 @@ class _Group:
         self._send_buffer.tensor(torch.uint8, size)
         self._receive_buffer.tensor(torch.uint8, size * num_replicas)
         self.rows.make_room_to_merge(most * num_replicas, num_replicas)
-        self.most = most
 
     def sizes(self, counts: Sequence[int], without: int) -> list[int]:
         """Bytes of a host's messages of so many rows; 0 for one replica."""
@@ -220,6 +219,9 @@ class ReplicaSync:
         except Exception as error:
             self._refusal, self._refuses = error, True
         self._count([num_rows])
+        if self._refusal is None:
+            for group in self._groups:
+                group.most = max(group.most, max(group.counts))
 
     def withdraw(self) -> None:
         """Forgets the sums of a step that is not taken."""
@@ -265,6 +267,7 @@ class ReplicaSync:
 
     def post(self) -> None:
         """Sends rows, once replicas know how many come; what is sent travels until `finish`. Collective."""
+        reach("replicas.post")
         if self._strategy == "whole":
             self._average_whole()
         elif self._strategy == "owners":

@@ -94,6 +94,10 @@ class FailureMark:
                 "EmbeddingCollection anew and load a checkpoint"
             )
 
+    def forgive(self) -> None:
+        """Lets the tables be used here again: what this rank has of them is known to be of one step."""
+        self.text = ""
+
     def close(self) -> None:
         """The tables are not in use any more."""
         self._failures.discard(self)
