@@ -28,24 +28,26 @@ from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.resolver import Resolver, Resolving, plain_of
 from rowmesh.embeddings import Embeddings, Outputs
-from rowmesh.errors import ConfigurationError, DataError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, IdRangeError, PeerError, RowmeshError
 from rowmesh.exchange.agreement import Agreement
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.handshake import Step, agree_to_migrate
+from rowmesh.exchange.handshake import Step, StepRefusedError, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.exchange.router import make_router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
+from rowmesh.exchange.transport import PeerRefusedError
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.freezing import freeze
 from rowmesh.gate import Gate
 from rowmesh.gradient_norm import are_finite, gradient_norm
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.waiting import gather_objects
+from rowmesh.mesh.failures import FailureMark
+from rowmesh.mesh.waiting import broadcast_object, gather_objects
 from rowmesh.ops.sole import are_sole
 from rowmesh.optim.rules import Rate
 from rowmesh.pending import Pending
@@ -57,6 +59,7 @@ from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 
 logger = logging.getLogger("rowmesh")
+_numbers = count()  # of the collections that this process has made
 
 
 class Rows:
@@ -111,6 +114,7 @@ class Engine:
         num_migrations: how many plans were taken over.
         num_sets: how often rows were set from outside.
         stand_in: what stands in the place of rows for a while, which no step may change; "" where rows do.
+        failure: whether a step ended half way, on any rank.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class Engine:
             held = exchange.address_map.held
             exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
         self.shard_groups.connect()
+        self.failure = self._make_mark()
         shares_memory = shard_groups.transport == "one_sided"
         self.resolver = make_resolver(
             self.exchanges, plan, mesh, seed, options.synchronization, shares_memory=shares_memory
@@ -162,6 +167,14 @@ class Engine:
         self.stand_in = ""
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
+    def _make_mark(self) -> FailureMark:
+        """What tells other ranks that a step of these tables ended half way. Collective."""
+        name, mesh = None, self._rows_mesh
+        if mesh.world_size > 1:
+            own = f"{mesh.run.rank}-{next(_numbers)}"
+            name = broadcast_object(mesh, own, "naming the tables of all ranks")
+        return FailureMark(mesh.failures, name)
+
     @property
     def num_bytes(self) -> dict[str, int]:
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
@@ -182,6 +195,8 @@ class Engine:
         if self._replicated:
             self.flush_replicas()
         with self.gate.reading:
+            if self.failure.text:
+                self.failure.check()
             if self._driver is not None:
                 self._driver.wait()
             route = self._route(batch, (next(self._look_ups), self.step_count))
@@ -190,11 +205,13 @@ class Engine:
                 if route.pin is not None:
                     self._tell(route)
                 reach("engine.fetched")
-                return self._pool(route)
+                found = self._pool(route)
             except BaseException:  # it decides nothing then; also where other ranks do not know, see Resolver
                 if self.resolver is not None and route.pin is not None:
                     self.resolver.take_back(route.pin)
                 raise
+            del route  # where nothing trains, it gives its memory back here, where Ctrl-C waits
+            return found
 
     def refuse(self, error: Exception) -> None:
         """Tells the other ranks, in the place of a look-up, that this one cannot make its batch; it raises the error.
@@ -232,16 +249,107 @@ class Engine:
         """Sends the gradients of routes, by default of all that wait, to the owners, which update rows. Collective."""
         self._check_free("rows are updated")
         with self.gate.writing:
+            if self.failure.text:
+                self.failure.check()
+            if self._replicated:
+                self._flush()
             step = Step(self.step_count + 1, rates, self._group_names)
-            taken = self.pending.take(routes, self._num_pushes + 1)
-            self._num_pushes += 1
+            taken = self.pending.choose(routes)
+            if (refusal := self._prepare(taken, step)) is not None:
+                raise self._refused(step, refusal)
+            try:
+                for each in self._all:
+                    each.apply()
+                self._num_pushes += 1
+                self.step_count += 1
+                self.pending.remove(taken, self._num_pushes)
+                for exchange in self.exchanges:
+                    exchange.counters.pushes += 1
+                if self.resolver is not None:
+                    self._end([route.pin for route in taken if route.pin is not None])
+            except BaseException as error:
+                error.add_note(f"step {step.number} ended half way; its tables cannot be used any more")
+                self._fail(step.number, error)
+                raise
+            del taken  # routes give their memory back here, where Ctrl-C waits
+
+    # [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`
+
+    def _prepare(self, routes: Sequence[Route], step: Step) -> Exception | None:
+        """Prepares a step, and agrees on it with all ranks; returns why none takes it, None where all do."""
+        refusal = None
+        try:
             reach("engine.push")
             for each in self._all:
-                each.push(taken, step)
-            self.step_count += 1
-            for exchange in self.exchanges:
-                exchange.counters.pushes += 1
-            self._end([route.pin for route in taken if route.pin is not None])
+                each.prepare(routes, step)
+        except Exception as error:
+            refusal = error
+        try:
+            for each in self._all:
+                refusal = each.agree(step, refusal)
+        except PeerError as error:
+            if not error.is_common:
+                self._fail(step.number, error)
+            self._withdraw()
+            raise
+        except BaseException as error:
+            self._fail(step.number, error)
+            self._withdraw()
+            raise
+        if refusal is not None:
+            self._withdraw()
+        return refusal
+
+    def _withdraw(self) -> None:
+        for each in self._all:
+            each.withdraw()
+
+    def _refused(self, step: Step, refusal: Exception) -> Exception:
+        """The error for a step that no rank has taken: why this rank could not, or which other one."""
+        rest = (
+            f"step {step.number} was not taken, on no rank: no row has changed, and gradients are kept; call step() "
+            "again, or drop them by zero_grad()"
+        )
+        if isinstance(refusal, (IdRangeError, PeerError)) and not isinstance(refusal, StepRefusedError):
+            self.pending.clear()  # a device looked up ids that are no rows, on this rank or on another
+            rest = f"step {step.number} was not taken, on no rank: no row has changed, and gradients are dropped"
+        mine = None if isinstance(refusal, StepRefusedError) else f"{type(refusal).__name__}: {refusal}"
+        everyone = gather_objects(self._agreeing, mine, "telling why a step is not taken")
+        if mine is not None:
+            refusal.add_note(rest)
+            return refusal
+        named = self._agreeing.name
+        why = "; ".join(f"rank {named(rank)} cannot take it: {each}" for rank, each in enumerate(everyone) if each)
+        return PeerError(f"rank {self._rows_mesh.rank}: {rest}; {why}")
+
+    @property
+    def _agreeing(self) -> Mesh:
+        """The ranks that take a step together: all, but where averaged replicas step for themselves."""
+        alone = self._computed or [each for each in self._stored if not each.averages]
+        return self._rows_mesh if alone else min(self._stored, key=lambda each: each.replicas).mesh
+
+    def _fail(self, step: int, error: BaseException) -> None:
+        """A step ended half way, or ranks may disagree on whether it was taken: these tables are of no use any more."""
+        rank = self._rows_mesh.name(self._rows_mesh.rank)
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        self.failure.set(f"rank {rank} failed in step {step}, on which ranks had agreed ({what})")
+        for each in self._all:
+            each.fail(step)
+
+    def check_whole(self) -> None:
+        """Raises PeerError where a step ended half way, on this rank or, as far as it can be known now, on another."""
+        self.failure.look()
+        self.failure.check()
+
+    def _flush(self) -> None:
+        """Updates rows by the messages of other replicas. Collective."""
+        for each in self._replicated:
+            try:
+                each.flush()
+            except BaseException as error:
+                if each.is_half_done:
+                    self._fail(self.step_count, error)
+                raise
 
     def _end(self, pins: list[BatchPin]) -> None:
         """Batches have had their step. What replicas send of it comes before the next one ends."""
@@ -326,8 +434,7 @@ class Engine:
         if any(each.needs_flush for each in self._replicated):
             with self.gate.writing:
                 self.wait()
-                for each in self._replicated:
-                    each.flush()
+                self._flush()
 
     # What an optimizer asks for
 
@@ -427,6 +534,7 @@ class Engine:
             RowmeshError: another one has them, or runs on the same mesh.
         """
         with self.gate.writing:
+            self.check_whole()
             if self._driver is not None:
                 raise self._is_driven("another one begins")
             self._check_free("a pipeline begins")
@@ -465,7 +573,9 @@ class Engine:
 
         Raises:
             RowmeshError: one of its batches is half way, or it failed.
+            PeerError: a step ended half way, on this rank or on another.
         """
+        self.failure.check()
         if self._driver is not None:
             self._driver.wait()
 
@@ -587,21 +697,29 @@ class Engine:
         self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate], *, forgets: bool = False
     ) -> None:
         """Applies the gradients of a window, which all are on their way, or forgets them. Collective."""
-        reach("engine.push")
-        self.step_count += 1
-        self._num_pushes += 1
-        step = self.make_step(rates, self.step_count)
-        for each in windows:
-            (each.forget if forgets else each.update)(window, step)
-        for exchange in self.exchanges:
-            exchange.counters.pushes += 1
-        if window.route.pin is not None:
-            self._end([window.route.pin])
+        step, num_done = self.make_step(rates, self.step_count + 1), 0
+        try:
+            reach("engine.push")
+            for each in windows:
+                (each.forget if forgets else each.update)(window, step)
+                num_done += 1
+            self._num_pushes += 1
+            self.step_count += 1
+            for exchange in self.exchanges:
+                exchange.counters.pushes += 1
+            if window.route.pin is not None:
+                self._end([window.route.pin])
+        except BaseException as error:
+            # A device may find ids that are no rows only now, before anything has changed.
+            if num_done or not isinstance(error, (IdRangeError, PeerRefusedError, StepRefusedError)):
+                self._fail(step.number, error)
+            raise
 
     # What happens between two steps
 
     def synchronize(self) -> None:
         """Makes all replicas of all rows equal. Collective."""
+        self.check_whole()
         self.wait()
         with self.gate.writing:
             self._synchronize()
@@ -676,12 +794,17 @@ class Engine:
 
     def barrier(self) -> None:
         """Waits until all ranks have come here."""
+        self.check_whole()
         self.wait()
         with self.gate.writing:
             self.shard_groups.barrier()
 
     def close(self) -> None:
         """Lets no further rank map this one's memory, and closes stores."""
+        self.failure.close()
+        if self.failure.text:  # or messages of ranks would be waited for that do not come
+            for each in self._all:
+                each.fail(self.step_count + 1)
         self.shard_groups.close()
         if self.resolver is not None:
             self.resolver.close()
@@ -690,6 +813,7 @@ class Engine:
         """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
         self._check_free("rows migrate")
         with self.gate.writing:
+            self.check_whole()
             began = time.perf_counter()
             self.shard_groups.barrier()  # devices may hold batches that no host has checked
             agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self.exchanges))

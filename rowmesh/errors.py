@@ -31,7 +31,13 @@ class NoRoomError(RowmeshError):
 
 
 class PeerError(RowmeshError, RuntimeError):
-    """Another rank died or stopped answering: names the rank."""
+    """Another rank died or stopped answering: names the rank.
+
+    Attributes:
+        is_common: whether all ranks raise it alike, before anything has changed.
+    """
+
+    is_common = False
 
 
 class RefusedError(PeerError):

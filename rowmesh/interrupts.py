@@ -1,8 +1,8 @@
 """Interrupts: Ctrl-C waits until an act that has begun ends, so that a program that catches it can go on.
 
-Python raises KeyboardInterrupt between any two bytecodes of the main thread: amid a step, whose rows it would leave half
-updated, or between taking a lock and noting that it is taken. While an act is held, the handler of SIGINT notes that
-the signal came, and the one of before is called when the act ends.
+Python raises KeyboardInterrupt between any two bytecodes of the main thread: amid a step, whose rows it would leave
+half updated, or between taking a lock and noting that it is taken. While an act is held, the handler of SIGINT notes
+that the signal came, and the one of before is called when the act ends.
 
 A second Ctrl-C, a second or more after the first, interrupts at once: the act may be waiting for a rank that does not
 come.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import Route
+from rowmesh.interrupts import hold, release
 
 
 class Pending:
@@ -67,41 +68,60 @@ class Pending:
     def clear(self) -> None:
         """Forgets them."""
         with self._lock:
-            self._routes.clear()
-            self._is_refused = False
+            routes, self._routes, self._is_refused = self._routes, [], False
+        if routes:
+            hold()  # Python drops what is raised as routes give their memory back, and they would not have done so
+            try:
+                routes.clear()
+            finally:
+                release()
 
-    def take(self, routes: Sequence[Route] | None, number: int) -> list[Route]:
-        """Removes what this thread is about to push; in the order of the look-ups, since backward may run in any.
+    def choose(self, routes: Sequence[Route] | None) -> list[Route]:
+        """What this thread is about to push, in the order of the look-ups, since backward may run in any.
+
+        They wait until `remove`: the push may be refused, and tried again.
 
         Args:
             routes: them; None for all.
-            number: of the push, from 1.
 
         Raises:
             RowmeshError: one has no gradients, or was pushed before; or several threads train.
         """
         with self._lock:
-            taken, left = (self._routes, []) if routes is None else ([*routes], self._others(routes))
-            for route in taken:
-                if route.thread != taken[0].thread:
-                    raise _two_train(taken[0].thread, route.thread)
+            chosen = [*(self._routes if routes is None else routes)]
+            if routes is not None:
+                self._check_waiting(routes)
+            for route in chosen:
+                if route.thread != chosen[0].thread:
+                    raise _two_train(chosen[0].thread, route.thread)
                 of_others = self._last_of_others if route.thread == self._pusher else self._last
                 if of_others > route.num_pushes:
                     raise _stepped_between(self._pusher, route.thread)
-            self._routes = left
+        if len(chosen) > 1:
+            chosen.sort(key=lambda route: route.number)
+        return chosen
+
+    def remove(self, chosen: Sequence[Route], number: int) -> None:
+        """Removes what this thread has pushed.
+
+        Args:
+            chosen: by `choose`.
+            number: of the push, from 1.
+        """
+        with self._lock:
+            if len(chosen) == len(self._routes):
+                self._routes = []
+            else:
+                pushed = {id(route) for route in chosen}
+                self._routes = [route for route in self._routes if id(route) not in pushed]
             if (me := threading.get_ident()) != self._pusher:
                 self._pusher, self._last_of_others = me, self._last
             self._last = number
-        if len(taken) > 1:
-            taken.sort(key=lambda route: route.number)
-        return taken
 
-    def _others(self, routes: Sequence[Route]) -> list[Route]:
-        """What waits beside some routes, which must wait too."""
+    def _check_waiting(self, routes: Sequence[Route]) -> None:
         pushed, waiting = {id(route) for route in routes}, {id(route) for route in self._routes}
         if len(pushed & waiting) != len(routes):
             raise RowmeshError("a route can be pushed once, after its backward; one here was pushed before or has none")
-        return [route for route in self._routes if id(route) not in pushed]
 
 
 def _two_train(first: int, second: int) -> RowmeshError:

@@ -20,7 +20,11 @@ def wait_for_those_before(collections: Iterable[Any]) -> None:
 
     Raises:
         CheckpointError: it could not be. That is said once: by this, or by who waited before.
+        PeerError: a step of one of them ended half way, on any rank.
     """
+    collections = [*collections]
+    for each in collections:
+        each.engine.check_whole()
     for each in collections:
         if (before := vars(each).get(_NAME)) is not None:
             before.wait()

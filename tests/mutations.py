@@ -4,7 +4,7 @@
     python -m tests.mutations --only relay    # those whose name contains a word
     python -m tests.mutations --list
 
-Prints one JSON line a mutation, and at the end {"summary": {"killed": 29, "of": 29, "others": {}}}. A mutation whose
+Prints one JSON line a mutation, and at the end {"summary": {"killed": 31, "of": 31, "others": {}}}. A mutation whose
 line is not in its file any more is an error: move it along with the code.
 """
 
@@ -115,9 +115,23 @@ MUTATIONS = [
     Mutation(
         "one-sided: ranks do not wait for updates",
         f"{EXCHANGE}/one_sided.py",
-        "exchange.copies.start)\n        self._barrier.wait()\n",
-        "exchange.copies.start)\n",
+        "self._pushed = None\n        self._barrier.wait()\n",
+        "self._pushed = None\n",
         RANKS,
+    ),
+    Mutation(
+        "steps: a rank does not hear that another one refuses",
+        f"{EXCHANGE}/handshake.py",
+        "if refusal is None and (others := refusing(numbers)):",
+        "if refusal is None and (others := refusing(numbers[:0])):",
+        "tests/faults/test_steps.py",
+    ),
+    Mutation(
+        "steps: gradients of a step that no rank takes are forgotten",
+        "rowmesh/engine.py",
+        "            self._withdraw()\n        return refusal\n",
+        "            self._withdraw()\n            self.pending.clear()\n        return refusal\n",
+        "tests/faults/test_steps.py",
     ),
     Mutation(
         "one-sided: a send buffer that moved is read where it was",
@@ -157,15 +171,15 @@ MUTATIONS = [
     Mutation(
         "exact replicas: only what this replica summed is applied",
         f"{EXCHANGE}/replica_rows.py",
-        "self._update(self._merge(deltas), update)",
-        "self._update(self._merge(deltas[:1]), update)",
+        "self._update(merged, update)",
+        "self._update(self.merge(deltas[:1]), update)",
         REPLICAS,
     ),
     Mutation(
         "exact replicas: sums are added in another order",
         f"{EXCHANGE}/replica_sync.py",
-        "group.rows.combine(deltas, update)",
-        "group.rows.combine(deltas[::-1], update)",
+        "group.rows.merge(deltas))",
+        "group.rows.merge(deltas[::-1]))",
         REPLICAS,
     ),
     Mutation(

@@ -20,11 +20,13 @@ import numpy as np
 from torch import Tensor
 
 from rowmesh.counters import CommonCounters
+from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.copies import Copies, Relay
-from rowmesh.exchange.handshake import Handshake, Step
+from rowmesh.exchange.handshake import Handshake, Step, after_hearing
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.route import HostRouteGroup, Route, Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
+from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.mesh.waiting import barrier
@@ -105,7 +107,9 @@ class CollectiveTransport(Transport[HostGroupExchange]):
             between, within = _make_channels(mesh)
             for group in self._groups:
                 group.connect_nodes(between, within)
-        # To each rank: which fetch (above 0) or push (below 0) this is, then the counts, or what is pushed.
+        self._copied = [group for group in self._groups if group.has_copies]
+        # To each rank: which fetch (above 0) or push (below 0) this is; then the counts, or what is pushed, and of how
+        # many copied rows this rank will have sums, group by group.
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
         self._handshake = Handshake(mesh, self._everyone, width, self.common)
         self.barrier()
@@ -136,43 +140,123 @@ class CollectiveTransport(Transport[HostGroupExchange]):
             messages.expect(group, counts[:, column:split], counts[:, split : split + segments])
             column += 2 * segments + 1
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
-        """Sends gradients to the owners, which merge them in the order of the ranks and update."""
-        most, is_equal = self._compare(routes, step)
-        if not is_equal:
-            routes = self._request_again(routes, most)
+    def prepare(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+        """Merges the requests of all ranks for these routes, as far as this rank has them, and pins their rows."""
+        for messages, groups in zip(self._groups, self._by_group(routes), strict=True):
+            messages.prepare(groups)
+        self._pushed = routes, updates, step
+
+    def _by_group(self, routes: Sequence[Routed]) -> list[list[HostRouteGroup]]:
+        """The parts of some routes that are trained, group by group."""
         frozen = [messages.exchange.is_frozen for messages in self._groups]
-        pushed = [[] if frozen[index] else [route.groups[index] for route in routes] for index in range(len(frozen))]
+        return [[] if frozen[index] else [route.groups[index] for route in routes] for index in range(len(frozen))]
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """Compares what ranks push, and whether they can; makes them push the same routes."""
+        self._num_pushes += 1
+        routes = () if refusal is not None or self._pushed is None else self._pushed[0]
+        mine = [len(routes), hash(tuple([route.number for route in routes]))]
+        refusal, pushed = self._compare(step, refusal, mine)
+        if refusal is None and pushed.count(mine) != len(pushed):
+            refusal = self._align(max(count for count, _ in pushed))
+        if refusal is None and any(self._sums_growing()):
+            refusal = self._grow(step)
+        if refusal is not None:
+            self._num_pushes -= 1
+        return refusal
+
+    def _compare(
+        self, step: Step, refusal: Exception | None, pushed: Sequence[int] = (0, 0)
+    ) -> tuple[Exception | None, list[list[int]]]:
+        """Exchanges the handshake; returns why the step is not taken, and what each rank has given for `pushed`."""
+        numbers, copied = self._handshake.numbers, self._copied
+        numbers[:, 1:3] = pushed
+        for column, messages in enumerate(copied, start=3):
+            numbers[:, column] = 0 if refusal is not None else messages.num_copied
+        try:
+            rows = self._handshake(-self._num_pushes, step, refuses=refusal is not None)
+        except ConfigurationError as error:
+            return refusal or error, []
+        for column, messages in enumerate(copied, start=3):
+            messages.copied_counts = rows[:, column].tolist()
+        return after_hearing(self._mesh, rows[:, 0].tolist(), refusal), rows[:, 1:3].tolist()
+
+    def _sums_growing(self) -> list[CollectiveGroup]:
+        """Groups whose ranks send each other more sums of copied rows than in any step before; alike on all ranks."""
+        return [messages for messages in self._copied if messages.is_growing]
+
+    def _grow(self, step: Step) -> Exception | None:
+        """Makes room for sums of copied rows, and has ranks agree on it."""
+        growing, refusal = self._sums_growing(), None
+        try:
+            for messages in growing:
+                messages.make_room_for_copies()
+        except Exception as error:
+            refusal = error
+        if (refusal := self._compare(step, refusal)[0]) is None:
+            for messages in growing:
+                messages.end_growing()
+        return refusal
+
+    def _align(self, most: int) -> Exception | None:
+        """Makes all ranks push equally many routes: they send their requests once more, or none where they have none.
+
+        Owners know the requests of the look-ups, but not which of them each rank pushes. It happens seldom, so ranks
+        agree once more before each part that may fail.
+        """
+        assert self._pushed is not None
+        self._withdraw_groups()
+        (routes, updates, step), refusal = self._pushed, None
+        aligned, indices = [*routes], range(len(self._exchanges))
+        try:
+            while len(aligned) < most:
+                aligned.append(ShardGroupRoute(Route.of_nothing(self._exchanges), indices))
+        except Exception as error:
+            refusal = error
+        if (refusal := self._compare(step, refusal)[0]) is not None:
+            return refusal
+        for route in aligned:
+            self._exchange_counts(route.groups)
+        pairs = [pair for route in aligned for pair in zip(self._groups, route.groups, strict=True)]
+        try:
+            for messages, group in pairs:
+                messages.make_room(group)
+        except Exception as error:
+            refusal = error
+        if (refusal := self._compare(step, refusal)[0]) is not None:
+            return refusal
+        for messages, group in pairs:
+            messages.post_keys(group).wait()
+        for messages in self._groups:
+            messages.forget()
+        try:
+            self.prepare(aligned, updates, step)
+        except Exception as error:
+            refusal = error
+        return self._compare(step, refusal)[0]
+
+    def apply(self) -> None:
+        """Sends gradients to the owners, which merge them in the order of the ranks and update."""
+        assert self._pushed is not None
+        routes, updates, _ = self._pushed
+        pushed = self._by_group(routes)
+        reach("collective.gradients")
         gradients = [
             [messages.post_gradients(group) for group in groups]
             for messages, groups in zip(self._groups, pushed, strict=True)
         ]
         for messages, groups, under_way, update in zip(self._groups, pushed, gradients, updates, strict=True):
             messages.push(groups, under_way, update)
+        self._pushed = None
 
-    def _compare(self, routes: Sequence[Routed], step: Step) -> tuple[int, bool]:
-        """The most routes that a rank pushes, and whether all ranks push the same ones."""
-        self._num_pushes += 1
-        mine = [len(routes), hash(tuple(route.number for route in routes))]
-        self._handshake.numbers[:, 1:3] = mine
-        pushed = self._handshake(-self._num_pushes, step)[:, 1:3].tolist()
-        return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
+    def withdraw(self) -> None:
+        """Forgets what was prepared."""
+        super().withdraw()
+        self._withdraw_groups()
 
-    def _request_again(self, routes: Sequence[Routed], most: int) -> list[Routed]:
-        """Makes all ranks push equally many routes: they send their requests once more, or none where they have none.
-
-        Owners know the requests of the look-ups, but not which of them each rank pushes. It happens seldom.
-        """
-        aligned, indices = [*routes], range(len(self._exchanges))
-        while len(aligned) < most:
-            aligned.append(ShardGroupRoute(Route.of_nothing(self._exchanges), indices))
-        for route in aligned:
-            self._exchange_counts(route.groups)
-            for messages, group in zip(self._groups, route.groups, strict=True):
-                messages.post_keys(group).wait()
-        for messages in self._groups:
-            messages.forget()
-        return aligned
+    def _withdraw_groups(self) -> None:
+        for exchange in self._exchanges:
+            exchange.withdraw()
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -203,6 +287,10 @@ class CollectiveGroup:
         everyone: all ranks.
         ranks_per_node: G, of the mesh: gradients are summed node by node.
         common: counts what is not rows, keys or gradients.
+
+    Attributes:
+        num_copied: of how many copied rows this rank, their owner, will have sums.
+        copied_counts: the same of every rank.
     """
 
     def __init__(
@@ -224,6 +312,9 @@ class CollectiveGroup:
         self._merged: HostRouteGroup | None = None  # whose requests the merger holds
         self._sources = exchange.sources()
         self._row_addresses = Scratch()
+        self._relays_again = False  # requests of this push between nodes
+        self.num_copied, self._most_copied = 0, 0
+        self.copied_counts: list[int] = []
 
     @property
     def num_bytes(self) -> int:
@@ -248,14 +339,19 @@ class CollectiveGroup:
 
     def post_keys(self, group: HostRouteGroup) -> Message:
         """Sends requests to owners and node leaders."""
-        look_up, incoming, exchange = group.look_up, group.incoming, self.exchange
+        look_up, incoming = group.look_up, group.incoming
         send, count = look_up.send, incoming.num_entries
-        send.reserve_gradients(group.num_unique * exchange.gradient_bytes)
-        look_up.replies.reserve(count * max(exchange.gradient_bytes, exchange.row_bytes))
-        look_up.requests.reserve(_KEY_BYTES * count)
+        self.make_room(group)
         out = send.lists.items(_KEY_BYTES, group.num_unique, offset=send.slots_offset)
         into = look_up.requests.buffer.items(_KEY_BYTES, count)
         return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
+
+    def make_room(self, group: HostRouteGroup) -> None:
+        """For what other ranks ask for, the rows they get, and gradients."""
+        look_up, exchange, count = group.look_up, self.exchange, group.incoming.num_entries
+        look_up.send.reserve_gradients(group.num_unique * exchange.gradient_bytes)
+        look_up.replies.reserve(count * max(exchange.gradient_bytes, exchange.row_bytes))
+        look_up.requests.reserve(_KEY_BYTES * count)
 
     def post_rows(self, group: HostRouteGroup, keys: Message) -> Message:
         """Merges the requests, once they are here, and replies; relayed rows are fetched before."""
@@ -323,14 +419,50 @@ class CollectiveGroup:
         into = look_up.replies.buffer.items(size, incoming.num_entries)
         return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into, self.exchange.gradient_wire)
 
-    def push(self, groups: Sequence[HostRouteGroup], gradients: Sequence[Message], update: Update) -> None:
-        """Merges gradients, once they are here, relays them, updates rows and their copies."""
+    def prepare(self, groups: Sequence[HostRouteGroup]) -> None:
+        """Does what may fail of `push`, without messages."""
+        self._relays_again, self.num_copied = False, 0
         if not groups:
             return
         if len(groups) > 1 or self._merged is not groups[0]:
             self._merge(groups)
-            if self._relay:
-                self._relay.request(None)
+            self._relays_again = self._relay is not None
+        merger = self.exchange.merger
+        self.exchange.hold(merger, merger.num_merged + self._most_copied * self.exchange.world_size)
+        if self._replicated:
+            first, end = merger.merged_offsets[[self._replicated.start, self._replicated.stop]].tolist()
+            self.num_copied = end - first
+        if self._relay and not self._relays_again:
+            self._relay.make_room()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether all ranks hold copies of rows, whose sums they send each other."""
+        return bool(self._replicated)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether there are more sums of copied rows than there is room for, on any rank."""
+        return max(self.copied_counts) > self._most_copied
+
+    def make_room_for_copies(self) -> None:
+        """For the sums of as many copied rows as ranks have now."""
+        self._copies.make_room(self.copied_counts, self._everyone)
+        if self.exchange.replicated is not None:
+            num_copied = max(self.copied_counts) * self.exchange.world_size
+            self.exchange.replicated.make_room(self.exchange.merger.num_merged + num_copied)
+
+    def end_growing(self) -> None:
+        """All ranks have made that room."""
+        self._most_copied = max(self.copied_counts)
+
+    def push(self, groups: Sequence[HostRouteGroup], gradients: Sequence[Message], update: Update) -> None:
+        """Relays gradients, once they are here, updates rows and their copies."""
+        if not groups:
+            return
+        if self._relays_again:
+            assert self._relay
+            self._relay.request(None)
         for message in gradients:
             message.wait()
         self._merged = None
@@ -342,7 +474,7 @@ class CollectiveGroup:
         if self._replicated:
             offsets = self.exchange.merger.merged_offsets
             part = (int(offsets[self._replicated.start]), int(offsets[self._replicated.stop]))
-            self._copies.share(self.exchange.merger, part, self._everyone, update)
+            self._copies.share(self.exchange.merger, part, self._everyone, update, self.copied_counts)
 
     def _share_relayed(self, relay: Relay, update: Update) -> None:
         assert self._between

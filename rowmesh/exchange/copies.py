@@ -63,14 +63,30 @@ class Copies:
         """Memory of all buffers."""
         return held_bytes(self) + held_bytes(self._singles)
 
-    def share(self, merger: Merger, part: tuple[int, int], channel: Channel, update: Update) -> list[Sums]:
+    def share(
+        self,
+        merger: Merger,
+        part: tuple[int, int],
+        channel: Channel,
+        update: Update,
+        counts: list[int] | None = None,
+    ) -> list[Sums]:
         """Updates the merged rows of `part` here and on the other members; collective among them.
+
+        Args:
+            merger: the rows, and their gradients here.
+            part: which of them, first and one past the last.
+            channel: the members.
+            update: how.
+            counts: how many rows each member has; by default they tell each other.
 
         Returns:
             What every member contributed, for `pass_on`; valid until the next call.
         """
         first, end = part
-        counts = self._counts(end - first, channel)
+        if counts is None:
+            counts = self._counts(end - first, channel)
+        assert counts[channel.member] == end - first
         gradients, slots = self._room(counts, channel)
         if end > first:
             self._sum.sum_merged(
@@ -88,6 +104,13 @@ class Copies:
         for sums in everyone:
             self._apply(sums, update)
         return everyone
+
+    def make_room(self, counts: list[int], channel: Channel) -> None:
+        """For `share` among the members of a channel, with so many rows of each."""
+        num_bytes = self._message_bytes(counts)
+        self._message.reserve(num_bytes)
+        self._received.reserve(num_bytes * channel.size)
+        self._singles.make_room(max(counts))
 
     def pass_on(self, received: list[Sums], channel: Channel, update: Update) -> None:
         """Sends the members of another channel what `share` returned; all members do, and apply what they receive."""
@@ -260,6 +283,13 @@ class Relay:
             sent, sizes_out, sizes_in, counters, self._doing, received, copies_own=False, wire=wire
         )
         posted.wait()
+
+    def make_room(self) -> None:
+        """For `push`, once requests have come."""
+        size, num_entries = self._exchange.gradient_bytes, self._incoming_bounds[-1]
+        self._sums.reserve(self._out_bounds()[-1] * size)
+        self._replies.reserve(num_entries * size)
+        self.merger.make_room(num_entries + self._out_bounds()[-1], self._between.size)
 
     def push(self, update: Update) -> None:
         """Sends this node's sums to the owners, merges those of all nodes, and updates rows without copies."""

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from rowmesh.counters import CommonCounters
+from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.core_group import CoreGroup, DeviceCoreGroup, HostCoreGroup
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.handshake import Handshake, Step, check_rates
+from rowmesh.exchange.handshake import Handshake, Step, StepRefusedError, after_hearing, check_rates
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route, ShardGroupRoute
 from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
 from rowmesh.exchange.transports import TransportName, transport_for
+from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums
@@ -32,6 +34,7 @@ from rowmesh.ops.tensor_train import Lookup
 from rowmesh.tables import TableGroup
 from rowmesh.tables.cores import Cores
 
+_Found = tuple[int, int, tuple[Lookup, Tensor]]
 USE = "cores"  # what the process group of sums is for
 _TABLE_ALIGNMENT = 16  # elements: a cache line of float32
 
@@ -75,6 +78,9 @@ class CoreShardGroup:
         self._channel: Channel | None = None
         self._updated: int | None = 0  # after which step cores are; None: amid an update
         self._late = LateChecks(mesh.name(mesh.rank))
+        self._gradients: list[_Found] = []  # of rows, of this rank, in the push under way
+        self._total: Tensor | None = None  # the gradients of the cores, of all ranks
+        self._pushed: tuple[list[list[AnyRouteGroup]], Step] | None = None  # what is prepared
         # On devices. Where there are dense tables, their messages bring what ranks must know of each other.
         self._compares = device is not None and mesh.world_size > 1 and len(indices) == len(groups)
         self._num_fetches = self._num_pushes = 0
@@ -172,24 +178,92 @@ class CoreShardGroup:
             routes: with gradients.
             step: of all groups of the collection.
         """
-        self._late.read()
-        if self._compares:
-            self._num_pushes += 1
-            self._handshake(-self._num_pushes, step)
+        refusal = None
+        try:
+            self.prepare(routes, step)
+        except Exception as error:
+            refusal = error
+        if (refusal := self.agree(step, refusal)) is not None:
+            self.withdraw()
+            raise refusal
+        self.apply()
+
+    # The parts of a push, see [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`. On
+    # devices all is launched when it is applied.
+
+    def prepare(self, routes: Sequence[Route], step: Step) -> None:
+        """Computes the gradients of rows, and where other ranks have a part those of the cores; changes no core."""
         pushed = [[route.groups[index] for route in routes] for index in self.indices]
-        scaling, rates = 1.0 / self.mesh.world_size, [step.rates[index] for index in self.indices]
+        if self._device is None:
+            reach("cores.prepare")
+            self._gradients = list(self._found(pushed))
+            if self._sums is not None:
+                self._fill(self._sums.begin(), step)
+            else:
+                for number, table, (lookup, _) in self._gradients:
+                    lookup.make_room_to_update(self._groups[number].arena.tables[table].cores)
+        else:
+            self._late.read()
+        self._pushed = pushed, step
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """Adds up the gradients of all ranks, beside which each says whether it can go on. Collective."""
+        if self._device is not None:
+            return self._agree_on_hosts(step, refusal) if self._compares else refusal
+        if (sums := self._sums) is None:
+            return refusal
+        if refusal is not None:
+            self._layout.write_word(sums.begin(), step.digest, refuses=True)
+        self._total = sums.finish()
+        if not self._layout.has_one_digest(self._total, self.mesh.world_size):
+            try:
+                check_rates(self.mesh, [0, 1], step)
+            except ConfigurationError as error:
+                refusal = refusal or error
+        if refusal is None and self._layout.is_refused(self._total):
+            refusal = StepRefusedError(f"rank {self.mesh.name(self.mesh.rank)}: another rank cannot take this step")
+        return refusal
+
+    def _agree_on_hosts(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """The same for devices, whose hosts compare what they do."""
+        self._num_pushes += 1
+        try:
+            rows = self._handshake(-self._num_pushes, step, refuses=refusal is not None)
+        except ConfigurationError as error:
+            return refusal or error
+        return after_hearing(self.mesh, rows[:, 0].tolist(), refusal)
+
+    def apply(self) -> None:
+        """Updates the cores."""
+        assert self._pushed is not None
+        (pushed, step), scaling = self._pushed, 1.0 / self.mesh.world_size
+        rates = [step.rates[index] for index in self.indices]
         numbers = [
             group.optimizer.numbers(rate.lr, scaling * rate.factor, step.number)
             for group, rate in zip(self._tables, rates, strict=True)
         ]
         if self._sums is None:
-            for number, table, (lookup, gradients) in self._found(pushed):
+            gradients_found = self._gradients if self._device is None else self._found(pushed)
+            for number, table, (lookup, gradients) in gradients_found:
                 self._groups[number].arena.update(table, lookup, gradients, numbers[number])
         else:
             self._update_together(self._sums, pushed, numbers, step)
         self.forget()
         for group, of_group in zip(self._groups, pushed, strict=True):
             group.finish(of_group)
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Forgets what was prepared."""
+        self._pushed = self._total = None
+        self._gradients = []
+
+    def fail(self, step: int) -> None:
+        """Notes that this rank failed amid a step: others stop waiting for it, where they wait in shared memory."""
+        if self._sums is not None:
+            self._sums.fail(step)
+
+    is_half_done = False
 
     def begin_after(self, steps: int) -> None:
         """Says after how many steps the cores are."""
@@ -213,7 +287,7 @@ class CoreShardGroup:
                 gradients += [gradient.flatten().cpu().double() for gradient in of_cores]
         return gradients
 
-    def _found(self, pushed: Sequence[Sequence[AnyRouteGroup]]) -> Iterator[tuple[int, int, tuple[Lookup, Tensor]]]:
+    def _found(self, pushed: Sequence[Sequence[AnyRouteGroup]]) -> Iterator[_Found]:
         """Tables with gradients here: number of the group, number of the table in it, look-up and gradients of rows."""
         for number, (group, of_group) in enumerate(zip(self._groups, pushed, strict=True)):
             if group.exchange.is_frozen:
@@ -222,6 +296,17 @@ class CoreShardGroup:
                 if (found := group.gradients(of_group, table)) is not None:
                     yield number, table, found
 
+    def _fill(self, vector: Tensor, step: Step) -> None:
+        """Writes the gradients of the cores that were found here."""
+        views = self._layout.views(vector)
+        if self._device is None:  # for devices hosts compare what they do
+            self._layout.write_word(vector, step.digest, refuses=False)
+        for number, table, (lookup, found) in self._gradients:
+            cores = self._groups[number].arena.tables[table]
+            gradients, touched = views[cores.table]
+            lookup.fill_gradients(cores.cores, found, gradients)
+            lookup.prefixes.mark_touched(touched)
+
     def _update_together(
         self,
         sums: OrderedSums,
@@ -229,18 +314,11 @@ class CoreShardGroup:
         numbers: Sequence[tuple[float, ...]],
         step: Step,
     ) -> None:
-        vector = sums.begin()
-        views, is_on_host = self._layout.views(vector), self._device is None
-        if is_on_host:  # for devices hosts compare what they do
-            self._layout.write_digest(vector, step.digest)
-        for number, table, (lookup, found) in self._found(pushed):
-            cores = self._groups[number].arena.tables[table]
-            gradients, touched = views[cores.table]
-            lookup.fill_gradients(cores.cores, found, gradients)
-            lookup.prefixes.mark_touched(touched)
-        total = sums.finish()
-        if is_on_host and not self._layout.has_one_digest(total, self.mesh.world_size):
-            check_rates(self.mesh, [0, 1], step)
+        total = self._total
+        if total is None:
+            self._gradients = list(self._found(pushed))
+            self._fill(sums.begin(), step)
+            total = sums.finish()
         totals, self._updated = self._layout.views(total), None
         for group, of_group in zip(self._groups, numbers, strict=True):
             for table, cores in enumerate(group.arena.tables):
@@ -285,7 +363,8 @@ class CoreLayout:
         self._gradients = {cores.table: [self._place(tuple(core.shape)) for core in cores.cores] for cores in tables}
         self._touched = {cores.table: [self._place((len(core),)) for core in cores.cores] for cores in tables}
         self._digest = self.size
-        self.size += _TABLE_ALIGNMENT
+        self._refusals = self.size + _TABLE_ALIGNMENT
+        self.size += 2 * _TABLE_ALIGNMENT
         self._views: dict[int, dict[str, tuple[list[Tensor], list[Tensor]]]] = {}
 
     def _place(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -304,6 +383,15 @@ class CoreLayout:
                 for table, places in self._gradients.items()
             }
         return self._views[vector.data_ptr()]
+
+    def write_word(self, vector: Tensor, digest: int, *, refuses: bool) -> None:
+        """Writes what ranks compare: a digest, and whether this rank refuses the step."""
+        self.write_digest(vector, digest)
+        vector[self._refusals] = float(refuses)
+
+    def is_refused(self, total: Tensor) -> bool:
+        """Whether some rank refuses."""
+        return bool(total[self._refusals] != 0)
 
     def write_digest(self, vector: Tensor, digest: int) -> None:
         """Lays out 32 bits so that from sums over ranks it can be told whether all had the same: four bits each, x

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.device_lanes import CopiesLane, Lane, Merging, NodeLane, Requests, spread
-from rowmesh.exchange.handshake import Handshake, Step
+from rowmesh.exchange.handshake import Handshake, Step, after_hearing
 from rowmesh.exchange.route import DeviceRouteGroup, Routed
 from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
 from rowmesh.mesh import Mesh
@@ -48,6 +49,8 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         super().__init__(self.channel.reason)
         self._mesh, self._device = mesh, device
         self._num_fetches = self._num_pushes = 0
+        self._by_lanes: tuple[list[list[Requests]], list[list[Tensor]]] = [], []  # of the push under way
+        self._most, self._is_equal = 0, False
 
     def connect(self, exchanges: Sequence[DeviceGroupExchange]) -> None:
         """Prepares the message that opens every fetch and push."""
@@ -104,10 +107,29 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
             messages.expect(group, *(numbers[:, part].reshape(size, 2, -1) for numbers in (sent, asked)))
             between = part.stop
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+    def prepare(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+        """Sorts what is pushed by lanes."""
+        self._by_lanes = self._by_lane(routes)
+        self._pushed = routes, updates, step
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """Compares what ranks push, and whether they can."""
+        routes, requests = (), []
+        if refusal is None:
+            assert self._pushed is not None
+            routes, requests = self._pushed[0], self._by_lanes[0]
+        try:
+            self._most, self._is_equal, heard = self._compare(routes, requests, step, refusal)
+        except ConfigurationError as error:
+            heard = refusal or error
+        return heard
+
+    def apply(self) -> None:
         """Sends gradients to the owners, which merge them in the order of the ranks and update."""
-        requests, gradients = self._by_lane(routes)
-        most, is_equal = self._compare(routes, requests, step)
+        assert self._pushed is not None
+        (requests, gradients), (_, updates, _), most = self._by_lanes, self._pushed, self._most
+        is_equal = self._is_equal
+        self.withdraw()
         if not is_equal:
             self._ask_again(requests, gradients, most)
         if not most:
@@ -122,6 +144,11 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         for lane, each, merging, work, update in zip(self._lanes, requests, merged, works, of_lanes, strict=True):
             lane.push(each, merging, work, update)
 
+    def withdraw(self) -> None:
+        """Forgets what was prepared."""
+        super().withdraw()
+        self._by_lanes = [], []
+
     def _by_lane(self, routes: Sequence[Routed]) -> tuple[list[list[Requests]], list[list[Tensor]]]:
         """Requests and gradients of routes; for each lane a list, one item a route."""
         requests: list[list[Requests]] = [[] for _ in self._lanes]
@@ -134,8 +161,14 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
                 gradients[lane].append(sums)
         return requests, gradients
 
-    def _compare(self, routes: Sequence[Routed], requests: Sequence[list[Requests]], step: Step) -> tuple[int, bool]:
-        """The most routes that a rank pushes, and whether all ranks push the same ones.
+    def _compare(
+        self,
+        routes: Sequence[Routed],
+        requests: Sequence[list[Requests]],
+        step: Step,
+        refusal: Exception | None,
+    ) -> tuple[int, bool, Exception | None]:
+        """The most routes that a rank pushes, whether all ranks push the same ones, and why none may.
 
         If all push one and the same route, the counts of copied rows in this message are right.
         """
@@ -144,10 +177,12 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         self._handshake.numbers[:, 1:3] = mine
         if len(routes) == 1:
             self._handshake.numbers[:, 3:] = self._num_copies(self._merged(requests))
-        rows = self._handshake(-self._num_pushes, step)
+        rows = self._handshake(-self._num_pushes, step, refuses=refusal is not None)
+        if (refusal := after_hearing(self._mesh, rows[:, 0].tolist(), refusal)) is not None:
+            return 0, False, refusal
         self._take_counts(rows[:, 3:])
         pushed = rows[:, 1:3].tolist()
-        return max(count for count, _ in pushed), pushed.count(mine) == len(pushed)
+        return max(count for count, _ in pushed), pushed.count(mine) == len(pushed), None
 
     def _merged(self, requests: Sequence[list[Requests]]) -> list[Merging]:
         return [lane.merged(each) for lane, each in zip(self._lanes, requests, strict=True)]

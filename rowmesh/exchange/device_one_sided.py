@@ -41,10 +41,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.errors import IdRangeError
+from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.device_lanes import Requests, by_rank, node_ends
-from rowmesh.exchange.handshake import Handshake, Step
+from rowmesh.exchange.handshake import Handshake, Step, after_hearing
 from rowmesh.exchange.route import DeviceRouteGroup, Routed
 from rowmesh.exchange.transport import LateChecks, Meanwhile, Transport, check_peers, count_unique
 from rowmesh.mesh import Mesh
@@ -84,6 +84,8 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
         self._late = LateChecks(mesh.name(mesh.rank), _numbers, self._take_numbers)
         self._num_fetches = self._num_pushes = 0
         self._has_changed = False  # rows, since the last barrier; on all ranks alike
+        self._layouts: list[np.ndarray] = []  # of the send buffers of all ranks, in the push under way
+        self._most = 0  # routes that a rank pushes
 
     def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor:
         """Memory for this rank's rows, `[num_slots, D]`, that other ranks can read.
@@ -127,18 +129,43 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
             reader.fetch(group)
             meanwhile(group)
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
-        """Lays out gradients, waits, merges those of all ranks for own rows and updates, waits; all on the device."""
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """Tells the others what is pushed, and whether this rank can; makes room for gradients on all ranks."""
         self._num_pushes += 1
         error = self._look()  # all sizes are known then
+        routes = self._pushed[0] if self._pushed is not None and refusal is None else ()
         pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
         counts = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
         self._handshake.numbers[:, _ROUTES:] = np.hstack([np.full((len(counts[0]), 1), len(routes)), *counts])
-        theirs = self._open(-self._num_pushes, error, step)
-        most, found = int(theirs[:, _ROUTES].max()), np.split(theirs[:, _GROUPS:], self._cuts, 1)
+        try:
+            theirs = self._open(-self._num_pushes, error, step, refuses=refusal is not None)
+        except PeerError as heard:
+            if heard.is_common:
+                raise
+            return refusal or heard
+        except ConfigurationError as found:
+            return refusal or found
+        except IdRangeError as found:
+            return refusal or found
+        if (refusal := after_hearing(self._mesh, theirs[:, 0].tolist(), refusal)) is not None:
+            return refusal
+        self._layouts, self._most = np.split(theirs[:, _GROUPS:], self._cuts, 1), int(theirs[:, _ROUTES].max())
+        if self._most == 0:
+            return None
+        try:
+            self._make_room([int(part[:, _TOTAL].max()) for part in self._layouts])
+        except MemoryError as lack:  # of any rank, on all alike
+            return lack
+        return None
+
+    def apply(self) -> None:
+        """Lays out gradients, waits, merges those of all ranks for own rows and updates, waits; all on the device."""
+        assert self._pushed is not None
+        (routes, updates, _), most, found = self._pushed, self._most, self._layouts
+        self.withdraw()
         if most == 0:
             return
-        self._make_room([int(part[:, _TOTAL].max()) for part in found])
+        pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
         for group, entries in zip(self._groups, pushed, strict=True):
             group.put(entries)
         self._pass_barrier()
@@ -163,10 +190,12 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
             return error
         return None
 
-    def _open(self, operation: int, error: IdRangeError | None, step: Step | None = None) -> np.ndarray:
+    def _open(
+        self, operation: int, error: IdRangeError | None, step: Step | None = None, *, refuses: bool = False
+    ) -> np.ndarray:
         """Exchanges the handshake of an operation; raises on all ranks where a batch is refused."""
         self._handshake.numbers[:, _REFUSED] = error is not None
-        theirs = self._handshake(operation, step)
+        theirs = self._handshake(operation, step, refuses=refuses)
         if error is not None:
             raise error
         check_peers(self._mesh, theirs[:, _REFUSED].tolist())

@@ -109,10 +109,12 @@ class GroupExchange:
             return
         if self.replicated is not None:
             self.replicated.apply(merged, update, part, num=num)
+        elif self.is_tiered:
+            self._apply_tiered(merged, update, part)
         else:
-            self._apply(merged, update, part)
+            self.arena.apply(merged, update.lr, update.scaling, update.step, part)
 
-    def _apply(self, merged: Merged, update: Update, part: tuple[int, int] | None) -> None:
+    def _apply_tiered(self, merged: Merged, update: Update, part: tuple[int, int] | None) -> None:
         self.arena.apply(merged, update.lr, update.scaling, update.step, part)
 
     def count_into(self, group: AnyRouteGroup, traffic: Traffic) -> None:
@@ -133,9 +135,15 @@ class GroupExchange:
         """
         raise NotImplementedError
 
+    def prepare_alone(self, groups: Sequence[AnyRouteGroup]) -> None:
+        """Does what may fail of `update_alone`, which follows, or `withdraw`; changes no row."""
+
     def update_alone(self, groups: Sequence[AnyRouteGroup], update: Update) -> None:
         """Updates the rows of some batches by their gradients, where no other rank has a part."""
         raise NotImplementedError
+
+    def withdraw(self) -> None:
+        """What was prepared is not done: rows that were pinned for it may leave fast memory."""
 
     def count_alone(self, group: AnyRouteGroup) -> None:
         """Counts what a batch asked for and is updated now, where no other batch or rank has a part."""

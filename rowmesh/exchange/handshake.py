@@ -26,7 +26,7 @@ from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
 from rowmesh.tables import TableSpec
 
-_BITS = 32  # of a digest; what stands before it is an operation
+_BITS = 32  # of a digest; what stands before it is one that says whether a rank refuses, then an operation
 
 
 class Step:
@@ -57,18 +57,49 @@ class Step:
         return Step(self.number, self.rates, self.names, before=digest)
 
 
-def joined(operation: int, step: Step | None) -> int:
-    """An operation and the digest of its step, as one number that fits into 64 bits.
+def out_of_step(text: str) -> PeerError:
+    """The error for ranks that do not do the same, which all of them raise."""
+    error = PeerError(text)
+    error.is_common = True
+    return error
 
-    >>> parted([joined(-3, None), joined(5, Step(5, (Rate(0.1),)))])[0]
-    [-3, 5]
+
+class StepRefusedError(PeerError):
+    """Another rank cannot take a step. It has said so before any rank changed a row, and all ranks know it."""
+
+
+def joined(operation: int, step: Step | None, refuses: bool = False) -> int:
+    """An operation, whether this rank refuses it, and the digest of its step, as one number that fits into 64 bits.
+
+    >>> numbers = [joined(-3, None), joined(5, Step(5, (Rate(0.1),)), True)]
+    >>> parted(numbers)[0], refusing(numbers)
+    ([-3, 5], [1])
     """
-    return operation << _BITS | (0 if step is None else step.digest)
+    return (operation << 1 | refuses) << _BITS | (0 if step is None else step.digest)
 
 
 def parted(numbers: Sequence[int]) -> tuple[list[int], list[int]]:
     """The operations, and the digests, that `joined` put together."""
-    return [number >> _BITS for number in numbers], [number & (1 << _BITS) - 1 for number in numbers]
+    return [number >> _BITS + 1 for number in numbers], [number & (1 << _BITS) - 1 for number in numbers]
+
+
+def refusing(numbers: Sequence[int]) -> list[int]:
+    """Which ranks refuse, given what each of them has `joined`."""
+    return [rank for rank, number in enumerate(numbers) if number >> _BITS & 1]
+
+
+def after_hearing(mesh: Mesh, numbers: Sequence[int], refusal: Exception | None) -> Exception | None:
+    """Why a step is not taken, once ranks have exchanged what each has `joined`; None where none of them refuses.
+
+    Args:
+        mesh: the ranks.
+        numbers: of each.
+        refusal: why this rank refuses, where it does.
+    """
+    if refusal is None and (others := refusing(numbers)):
+        names = ", ".join(f"rank {mesh.name(rank)}" for rank in others)
+        return StepRefusedError(f"rank {mesh.name(mesh.rank)}: {names} cannot take this step; no rank has taken it")
+    return refusal
 
 
 def check_operations(
@@ -96,7 +127,7 @@ def check_operations(
     operations, digests = parted(received)
     if operations.count(operation) != len(operations):
         done = ", ".join(f"rank {mesh.name(rank)} {describe(each)}" for rank, each in enumerate(operations))
-        raise PeerError(f"rank {mesh.name(mesh.rank)}: ranks are out of step: {done}; {rule}")
+        raise out_of_step(f"rank {mesh.name(mesh.rank)}: ranks are out of step: {done}; {rule}")
     check_rates(mesh, digests, step)
 
 
@@ -122,8 +153,8 @@ def check_rates(mesh: Mesh, digests: Sequence[int], step: Step | None) -> None:
             number = "" if step is None or step.number < 0 else f" in step {step.number}"
             raise ConfigurationError(
                 f"ranks disagree about how fast group {name} learns{number}: {found}; set lr of the "
-                "EmbeddingOptimizer's param_groups alike on all ranks, and let schedules see the same numbers; the "
-                "gradients of this step are dropped"
+                "EmbeddingOptimizer's param_groups alike on all ranks, and let schedules see the same numbers; no "
+                "row has changed: step again then, or drop the gradients by zero_grad()"
             )
     raise ConfigurationError(
         "ranks had different learning rates in a step since they compared them last; set lr of the "
@@ -161,18 +192,19 @@ class Handshake:
         """Of what is sent."""
         return self._out.nbytes
 
-    def __call__(self, operation: int, step: Step | None = None) -> np.ndarray:
+    def __call__(self, operation: int, step: Step | None = None, *, refuses: bool = False) -> np.ndarray:
         """Exchanges the rows: one from every rank. Collective and blocking.
 
         Args:
             operation: what this rank does.
             step: of a push.
+            refuses: whether this rank cannot do it; which ranks cannot, `refusing` finds in the first column.
 
         Raises:
             ConfigurationError: ranks have different learning rates.
             PeerError: a rank does something else; all ranks raise here, so none is left waiting.
         """
-        self.numbers[:, 0] = joined(operation, step)
+        self.numbers[:, 0] = joined(operation, step, refuses)
         rows = self._channel.exchange_equal(self._out, self._common, "exchanging counts").numpy()
         rule = "every rank must call forward and step equally often and in the same order"
         check_operations(self._mesh, rows[:, 0].tolist(), operation, step, describe, rule)

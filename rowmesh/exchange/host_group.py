@@ -80,6 +80,8 @@ class HostGroupExchange(GroupExchange):
         num_rows = [0] * len(group.tables) if self.is_dynamic else address_map.num_rows
         self.look_ups = HostLookUps(num_rows, tables, header, shape, group.dim, group.dtype, allocate)
         self._counting = threading.Lock()
+        self._held: PinnedRows | None = None  # rows that the update under way changes
+        self._alone: Sources | None = None  # what it merged, where no other rank has a part
 
     @property
     def num_places(self) -> int:
@@ -265,28 +267,50 @@ class HostGroupExchange(GroupExchange):
         part = None if num_segments is None else (0, int(merger.merged_offsets[num_segments]))
         self.apply(merger, update, part)
 
-    def update_alone(self, groups: Sequence[HostRouteGroup], update: Update) -> None:
-        """See `GroupExchange.update_alone`."""
-        is_plain = len(groups) == 1 and not self.is_tiered and self.replicated is None
-        if is_plain and (unsummed := groups[0].look_up.unsummed()):
-            self.apply(unsummed, update)
-            self.count_alone(groups[0])
-            return
+    def prepare_alone(self, groups: Sequence[HostRouteGroup]) -> None:
+        """See `GroupExchange.prepare_alone`."""
+        self._alone = None
+        if len(groups) == 1 and not self.is_tiered and self.replicated is None and groups[0].look_up.is_waiting():
+            return  # sums are made as rows are updated
         sources = self.sources()
         for group in groups:
             group.look_up.sum()
             self.add_own(sources, group)
         if sources.num_entries:
             sources.merge()
+            self.hold(sources.merger, sources.merger.num_merged)
+            self._alone = sources
+
+    def update_alone(self, groups: Sequence[HostRouteGroup], update: Update) -> None:
+        """See `GroupExchange.update_alone`."""
+        sources, self._alone = self._alone, None
+        if sources is not None:
             self.update(sources, update)
             self.count_merged(sources)
+        elif groups and (unsummed := groups[0].look_up.unsummed()):
+            self.apply(unsummed, update)
+            self.count_alone(groups[0])
 
-    def _apply(self, merged: Merged, update: Update, part: tuple[int, int] | None) -> None:
-        if not isinstance(self.arena, CachedArena):
-            super()._apply(merged, update, part)
-            return
+    def hold(self, merged: HostMerged, most: int) -> None:
+        """Pins merged rows for the update that follows, and makes room for what it keeps of so many."""
+        if isinstance(self.arena, CachedArena):
+            self.withdraw()
+            self._held = self.arena.pin(merged.slots.copy(), never)
+        if self.replicated is not None:
+            self.replicated.make_room(most)
+
+    def withdraw(self) -> None:
+        """See `GroupExchange.withdraw`."""
+        held, self._held, self._alone = self._held, None, None
+        if held is not None:
+            held.unpin()
+
+    def _apply_tiered(self, merged: Merged, update: Update, part: tuple[int, int] | None) -> None:
         assert isinstance(merged, HostMerged)
-        pinned = self.arena.pin(merged.slots.copy(), never)
+        assert isinstance(self.arena, CachedArena)
+        pinned, self._held = self._held, None
+        if pinned is None:  # the update of a pipeline
+            pinned = self.arena.pin(merged.slots.copy(), never)
         try:
             pinned.apply(merged, update.lr, update.scaling, update.step, part)
         finally:

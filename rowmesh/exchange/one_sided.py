@@ -1,7 +1,9 @@
 """One-sided transport: the ranks of a host read each other's rows and send buffers in shared memory.
 
 Forward needs no message at all: a row is read where its owner keeps it. A step has two barriers: one after which all
-gradients are in the send buffers (and no rank reads rows any more), one after which all rows are updated.
+gradients are in the send buffers (and no rank reads rows any more), one after which all rows are updated. At the first
+one ranks agree on the step. Where a send buffer is new to the others, or longer than any before, there is one more:
+ranks map it and make room before they agree.
 
 Source: OPER §5.1 (direct reads of remote rows); `mesh.barrier` is what makes it cheap on CPUs.
 """
@@ -13,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from rowmesh.errors import PeerError, RowmeshError
-from rowmesh.exchange.handshake import Step, check_rates, joined, parted
+from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.exchange.handshake import Step, after_hearing, check_rates, joined, out_of_step, parted
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.route import Routed
 from rowmesh.exchange.transport import Meanwhile, Transport
@@ -47,10 +49,21 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         # Peers' send buffers as they look here, mapped again where a peer makes one anew: its generation, the arguments
         # of `Sources.add` and the first ones of `Sources.add_copied`, and what has the memory.
         self._mapped: dict[tuple[int, int, int], tuple[int, _Requests, _Copied, list[SharedBuffer]]] = {}
-        # Of every rank: its barrier flag, how many fetches it made and the digest of its learning rates, then for each
-        # group how many send buffers it announces, and which.
-        self._group_bytes = 8 * (1 + _ENTRY * MAX_ROUTES)
-        self._board = SharedBuffer.create(128 + self._group_bytes * num_groups)
+        # Of every rank: its barrier flag; how many fetches it made, whether it refuses the step and the digest of its
+        # learning rates, whether it announces anything new, whether it has no room for what is new; for each group how
+        # many send buffers it announces, and which; for each group how many entries for each rank it has announced at
+        # most, and send buffers.
+        self._group_bytes, size = 8 * (1 + _ENTRY * MAX_ROUTES), mesh.world_size
+        self._board: SharedBuffer | None = None
+        self._shown: list[dict[int, int]] = [{} for _ in range(num_groups)]  # send buffers that all peers know
+        self._most = [[0] * (size + 1) for _ in range(num_groups)]  # the limits of this rank
+        self._rooms = [0] * num_groups  # entries of all ranks that there is room for
+        self._is_new = False
+
+    def make_room(self) -> None:
+        """Makes the board."""
+        of_groups = (self._group_bytes + 8 * (self._mesh.world_size + 1)) * self._num_groups
+        self._board = SharedBuffer.create(128 + of_groups)
 
     def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor:
         """Shared memory."""
@@ -68,6 +81,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         """Maps every rank's arenas and board; collective."""
         mesh = self._mesh
         self._exchanges = exchanges
+        assert self._board is not None
         for buffer, exchange in zip(self._keep, exchanges, strict=True):
             if not _is_lazy(exchange):
                 buffer.use_huge_pages()
@@ -88,7 +102,10 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         self._announced = [
             board.array(np.int64, self._num_groups, 1 + _ENTRY * MAX_ROUTES, offset=128) for board in boards
         ]
-        self._fetches = [board.array(np.int64, 1, offset=64) for board in boards]
+        self._own = list(self._announced[mesh.rank])
+        self._words = [board.array(np.int64, 3, offset=64) for board in boards]
+        shape, behind = (self._num_groups, mesh.world_size + 1), 128 + self._group_bytes * self._num_groups
+        self._limits = [board.array(np.int64, *shape, offset=behind) for board in boards]
         self._barrier = Barrier(mesh, self._flags.ctypes.data)
         self._keep.extend(mapped)
 
@@ -100,12 +117,95 @@ class OneSidedTransport(Transport[HostGroupExchange]):
             remote = replies[-1] - (replies[rank + 1] - replies[rank])
             group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
-        """Announces the send buffers, waits, merges the gradients of all ranks for this one, updates, waits."""
+    def prepare(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+        """Announces the send buffers, and makes room for what peers have announced so far."""
+        if len(routes) > MAX_ROUTES:
+            raise RowmeshError(
+                f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
+                f"at most {MAX_ROUTES} can be"
+            )
+        self._announce(routes)
+        for index, exchange in enumerate(self._exchanges):
+            if exchange.replicated is not None:
+                exchange.replicated.make_room(self._rooms[index])
+        self._pushed = routes, updates, step
+
+    def _announce(self, routes: Sequence[Routed]) -> None:
+        """Writes the send buffers of all groups to the board, and notes whether peers have to make room for them."""
+        size = self._mesh.world_size
+        for index, exchange in enumerate(self._exchanges):
+            announced, most, shown = self._own[index], self._most[index], self._shown[index]
+            counts, is_new, begin = [0] * size, len(routes) > most[size], 1
+            for route in routes:
+                look_up = route.groups[index].look_up
+                send, bounds = look_up.send, look_up.bounds
+                lists, gradients = send.lists, send.gradients
+                assert isinstance(lists, SharedBuffer)
+                assert isinstance(gradients, SharedBuffer)
+                memory = lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes
+                announced[begin : begin + _ENTRY] = (send.number, send.generation, *memory)
+                begin += _ENTRY
+                is_new |= shown.get(send.number) != send.generation
+                for rank in range(size):
+                    counts[rank] += bounds[-1] if exchange.copies else bounds[rank + 1] - bounds[rank]
+            announced[0] = len(routes)
+            for rank, count in enumerate(counts):
+                if count > most[rank]:
+                    most[rank], is_new = count + count // 4, True
+            if is_new:
+                most[size] = max(most[size], len(routes))
+                self._limits[self._mesh.rank][index] = most
+                self._is_new = True  # until all have made room
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """Waits for all announcements; where one is new, makes room for it and waits once more."""
         self._num_pushes += 1
-        self._announce(routes, step)
+        words = self._words[self._mesh.rank]
+        words[0], words[1] = joined(self._num_fetches, step, refusal is not None), self._is_new
         self._barrier.wait()
-        self._check(step)
+        if (refusal := self._check(step, refusal)) is not None:
+            self._barrier.wait()  # all have read
+        else:
+            for theirs in self._words:
+                if theirs[1]:
+                    refusal = self._grow()
+                    break
+        if refusal is not None:
+            self._num_pushes -= 1
+        return refusal
+
+    def _grow(self) -> Exception | None:
+        """Makes room for what is announced, and has ranks agree on it."""
+        refusal = None
+        try:
+            reach("one_sided.grow")
+            limits = np.array(self._limits)
+            num_sources = int(limits[:, 0, -1].sum())
+            for index, exchange in enumerate(self._exchanges):
+                self._rooms[index] = room = int(limits[:, index, self._mesh.rank].sum())
+                exchange.merger.make_room(room, num_sources * (1 + self._mesh.world_size * bool(exchange.copies)))
+                if exchange.replicated is not None:
+                    exchange.replicated.make_room(room)
+                for rank in range(self._mesh.world_size):
+                    if rank != self._mesh.rank:
+                        self._meet(rank, index)
+        except Exception as error:
+            refusal = error
+        self._words[self._mesh.rank][2] = joined(0, None, refusal is not None)
+        self._barrier.wait()
+        refusal = after_hearing(self._mesh, [int(theirs[2]) for theirs in self._words], refusal)
+        if refusal is None:
+            assert self._pushed is not None
+            self._is_new = False
+            for index, shown in enumerate(self._shown):
+                sends = (route.groups[index].look_up.send for route in self._pushed[0])
+                shown.update((send.number, send.generation) for send in sends)
+        return refusal
+
+    def apply(self) -> None:
+        """Merges the gradients of all ranks for this one, updates, waits."""
+        assert self._pushed is not None
+        routes, updates, _ = self._pushed
         reach("one_sided.update")
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             if exchange.is_frozen:
@@ -122,58 +222,53 @@ class OneSidedTransport(Transport[HostGroupExchange]):
                 exchange.update(sources, update)
                 # All ranks update all copies; one of them counts those rows.
                 exchange.count_merged(sources, None if self._mesh.rank == 0 else exchange.copies.start)
+        self._pushed = None
         self._barrier.wait()
 
-    def _announce(self, routes: Sequence[Routed], step: Step) -> None:
-        if len(routes) > MAX_ROUTES:
-            raise RowmeshError(
-                f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
-                f"at most {MAX_ROUTES} can be"
-            )
-        self._fetches[self._mesh.rank][0] = joined(self._num_fetches, step)
-        for index, announced in enumerate(self._announced[self._mesh.rank]):
-            announced[0] = len(routes)
-            for place, route in enumerate(routes):
-                send = route.groups[index].look_up.send
-                lists, gradients = send.lists, send.gradients
-                assert isinstance(lists, SharedBuffer)
-                assert isinstance(gradients, SharedBuffer)
-                memory = lists.descriptor, lists.num_bytes, gradients.descriptor, gradients.num_bytes
-                begin = 1 + _ENTRY * place
-                announced[begin : begin + _ENTRY] = (send.number, send.generation, *memory)
+    def fail(self, step: int) -> None:
+        """Marks the barrier: waiting ranks stop, and say who failed in which step."""
+        self._barrier.fail(step)
 
-    def _check(self, step: Step) -> None:
+    def _check(self, step: Step, refusal: Exception | None) -> Exception | None:
         """Training could go on, but under no other transport, and a loop whose ranks differ is wrong."""
-        joined_numbers = [int(value[0]) for value in self._fetches]
-        if joined_numbers.count(joined_numbers[0]) == len(joined_numbers):
-            return
-        fetches, digests = parted(joined_numbers)
-        self._barrier.wait()  # all have read
-        check_rates(self._mesh, digests, step)
+        words = [int(theirs[0]) for theirs in self._words]
+        if words.count(words[0]) == len(words):
+            return refusal
+        fetches, digests = parted(words)
         if fetches.count(fetches[0]) != len(fetches):
+            self._barrier.wait()  # all have read
             names = ", ".join(f"rank {self._mesh.name(rank)} made {count}" for rank, count in enumerate(fetches))
-            raise PeerError(
+            raise out_of_step(
                 f"rank {self._mesh.name(self._mesh.rank)}: ranks are out of step: before step {self._num_pushes} "
                 f"{names} forward passes; every rank must call forward and step equally often and in the same order"
             )
+        try:
+            check_rates(self._mesh, digests, step)
+        except ConfigurationError as error:
+            refusal = refusal or error
+        return after_hearing(self._mesh, words, refusal)
 
     def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
-        announced = self._announced[rank][index]
-        exchange = self._exchanges[index]
+        exchange, announced = self._exchanges[index], self._announced[rank][index]
         for place in range(int(announced[0])):
-            begin = 1 + _ENTRY * place
-            number, generation, *memory = announced[begin : begin + _ENTRY].tolist()
-            mapped = self._mapped.get((rank, index, number))
-            if mapped is None or mapped[0] != generation:
-                mapped = generation, *self._map(rank, exchange.num_segments, memory)
-                self._mapped[rank, index, number] = mapped
-            _, requests, copied, _ = mapped
+            _, requests, copied, _ = self._mapped[rank, index, int(announced[1 + _ENTRY * place])]
             before = sources.num_entries
             sources.add(*requests)
             if exchange.copies:
                 sources.add_copied(*copied, exchange.copies.start, exchange.rank)
             num_requests = sources.num_entries - before
             exchange.counters.bytes_received += num_requests * (4 + exchange.gradient_bytes)
+
+    def _meet(self, rank: int, index: int) -> None:
+        """Maps the send buffers that a peer has announced and made anew."""
+        announced = self._announced[rank][index]
+        for place in range(int(announced[0])):
+            begin = 1 + _ENTRY * place
+            number, generation, *memory = announced[begin : begin + _ENTRY].tolist()
+            mapped = self._mapped.get((rank, index, number))
+            if mapped is None or mapped[0] != generation:
+                mapped = generation, *self._map(rank, self._exchanges[index].num_segments, memory)
+                self._mapped[rank, index, number] = mapped
 
     def _map(
         self, rank: int, num_segments: int, memory: Sequence[int]
@@ -192,7 +287,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
     @property
     def num_bytes(self) -> int:
         """Of the board; send buffers belong to batches."""
-        return self._board.num_bytes
+        return 0 if self._board is None else self._board.num_bytes
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -206,7 +301,8 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         """Closes the shared memory, which is freed with the last rank's last view."""
         self._mapped.clear()
         for buffer in (*self._keep, self._board):
-            buffer.close()
+            if buffer is not None:
+                buffer.close()
 
 
 def _is_lazy(exchange: HostGroupExchange) -> bool:

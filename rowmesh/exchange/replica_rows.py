@@ -112,6 +112,16 @@ class ReplicatedSums:
         """Memory held."""
         return _held(*self._kept, *self._reduced, self._merger, self._singles)
 
+    def make_room(self, num_rows: int) -> None:
+        """For the sums of so many more rows, in the host's memory."""
+        if (needed := self._used + num_rows) > len(self._kept[0]):
+            size = needed + (needed // 4 if self._device is None else 0)
+            self._kept = [grown(each, size, self._device) for each in self._kept]
+
+    def drop(self) -> None:
+        """Forgets the sums that are kept: their step is not taken."""
+        self._used, self._late = 0, []
+
     def apply(
         self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
     ) -> None:
@@ -123,11 +133,9 @@ class ReplicatedSums:
             part: which of the rows, first and one past the last, in the host's memory; default: all.
             num: how many rows, where the host knows it of a device's.
         """
-        first = self._used
-        self._used += _most_rows(merged, part, num)
-        if self._used > len(self._kept[0]):
-            size = self._used + (self._used // 4 if self._device is None else 0)
-            self._kept = [grown(each, size, self._device) for each in self._kept]
+        first, most = self._used, _most_rows(merged, part, num)
+        self.make_room(most)
+        self._used += most
         slots, sums = self._kept
         copy_slots(merged, slots, first, part)
         sum_merged(merged, sums, first, part)
@@ -158,13 +166,13 @@ class ReplicatedSums:
     def forget(self) -> None:
         """Nothing is kept between steps."""
 
-    def combine(self, deltas: Sequence[Delta], update: Update) -> None:
-        """Adds what all replicas sent, in their order, and updates."""
-        self._update(self._merge(deltas), update)
+    def combine(self, deltas: Sequence[Delta], merged: Merged, update: Update) -> None:
+        """Adds what all replicas sent, in their order, and updates; `merged` is what `merge` returned."""
+        self._update(merged, update)
 
     def reduce(self, deltas: Sequence[Delta]) -> Delta:
         """Adds what all replicas sent, in their order, in the host's memory; views that hold until the next call."""
-        merged = self._merge(deltas)
+        merged = self.merge(deltas)
         reduced = _room_for(merged, self._reduced, self.kinds)
         sum_merged(merged, reduced.values[0])
         return reduced
@@ -174,8 +182,14 @@ class ReplicatedSums:
         if len(delta):
             self._update(singles(delta.slots, delta.values[0], self._singles), update)
 
-    def _merge(self, deltas: Sequence[Delta]) -> Merged:
+    def merge(self, deltas: Sequence[Delta]) -> Merged:
+        """The rows that any replica sent; valid until the next call."""
         return merge([delta.slots for delta in deltas], [delta.values[0] for delta in deltas], self._merger)
+
+    def make_room_to_merge(self, num_rows: int, num_replicas: int) -> None:
+        """For `merge`, of so many rows of all replicas, in the host's memory."""
+        assert self._merger is not None
+        self._merger.make_room(num_rows, num_replicas)
 
     def _update(self, merged: Merged, update: Update) -> None:
         self._arena.apply(merged, update.lr, update.scaling, update.step)
@@ -211,6 +225,10 @@ class ReplicatedMeans:
         """Memory held."""
         return _held(self.touched, *self._reduced, self._merger)
 
+    def make_room(self, num_rows: int) -> None:
+        """For so many more touched rows, in the host's memory."""
+        self.touched.make_room(num_rows)
+
     def apply(
         self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
     ) -> None:
@@ -232,15 +250,14 @@ class ReplicatedMeans:
         """Unmarks all rows."""
         self.touched.clear()
 
-    def combine(self, deltas: Sequence[Delta], update: Update) -> None:
-        """Puts the means of the rows that any replica sent into place."""
-        merged = self._merge(deltas)
+    def combine(self, deltas: Sequence[Delta], merged: Merged, update: Update) -> None:
+        """Puts the means of the rows that any replica sent into place; `merged` is what `merge` returned."""
         self._arena.announce(merged)
         self._average(merged, deltas, [None] * len(self.tables))
 
     def reduce(self, deltas: Sequence[Delta]) -> Delta:
         """The means of the rows that any replica sent, in the host's memory; views that hold until the next call."""
-        merged = self._merge(deltas)
+        merged = self.merge(deltas)
         reduced = _room_for(merged, self._reduced, self.kinds)
         self._average(merged, deltas, reduced.values)
         return reduced
@@ -251,8 +268,14 @@ class ReplicatedMeans:
         for table, means in zip(self.tables, delta.values, strict=True):
             put(table, delta.slots, means)
 
-    def _merge(self, deltas: Sequence[Delta]) -> Merged:
+    def merge(self, deltas: Sequence[Delta]) -> Merged:
+        """The rows that any replica sent; valid until the next call."""
         return merge([delta.slots for delta in deltas], into=self._merger)
+
+    def make_room_to_merge(self, num_rows: int, num_replicas: int) -> None:
+        """For `merge`, of so many rows of all replicas, in the host's memory."""
+        assert self._merger is not None
+        self._merger.make_room(num_rows, num_replicas)
 
     def _average(self, merged: Merged, deltas: Sequence[Delta], out: Sequence[Tensor | None]) -> None:
         ends = torch.tensor([0, *accumulate(map(len, deltas))], dtype=torch.int64, device="cpu")

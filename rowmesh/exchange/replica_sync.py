@@ -23,14 +23,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.dynamic_means import DynamicMeans
-from rowmesh.exchange.handshake import Step, joined
+from rowmesh.exchange.handshake import Step, after_hearing, joined
 from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.rhythm import Rhythm
+from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
@@ -53,6 +56,7 @@ class _Group:
         own: what this rank has itself of the rows that are sent.
         counts: rows that each replica sends this one.
         parts: on hosts, where the message of each replica goes.
+        most: rows of a replica that there is room for, as far as ranks agreed on it.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class _Group:
         self.own: Delta
         self.counts: list[int] = []
         self.parts: Sequence[Tensor] = ()
+        self.most = 0
         self._doing = f"synchronizing the replicas of group {exchange.group.name}"
         self._messages: list[Message] = []
         self._send_buffer, self._receive_buffer = Room(device), Room(device)
@@ -72,6 +77,13 @@ class _Group:
     @property
     def num_bytes(self) -> int:
         return self.rows.num_bytes + self._send_buffer.num_bytes + self._receive_buffer.num_bytes
+
+    def make_room(self, most: int, num_replicas: int) -> None:
+        """For messages of so many rows of every replica, and for merging them, in the host's memory."""
+        size = laid_out_bytes(self.kinds, most)
+        self._send_buffer.tensor(torch.uint8, size)
+        self._receive_buffer.tensor(torch.uint8, size * num_replicas)
+        self.rows.make_room_to_merge(most * num_replicas, num_replicas)
 
     def sizes(self, counts: Sequence[int], without: int) -> list[int]:
         """Bytes of a host's messages of so many rows; 0 for one replica."""
@@ -95,7 +107,12 @@ class _Group:
 
 
 class ReplicaSync:
-    """Keeps the replicas of some groups of tables together; see `make_synchronizer`."""
+    """Keeps the replicas of some groups of tables together; see `make_synchronizer`.
+
+    Attributes:
+        is_everyone: whether these are all ranks, each of which has a replica.
+        is_half_done: whether `finish` failed when rows had changed, or had been asked of other ranks.
+    """
 
     def __init__(
         self,
@@ -106,7 +123,7 @@ class ReplicaSync:
         second: dist.ProcessGroup | None,
     ) -> None:
         self._groups, self._device = groups, device
-        self._rhythm = Rhythm(mesh, setting.every)
+        self._mesh, self._rhythm = mesh, Rhythm(mesh, setting.every)
         self._replica, self._size = mesh.rank, mesh.world_size
         self._strategy = _strategy_of(setting, mesh.world_size, device)
         self._hosts = Channel.between_hosts(mesh)
@@ -118,6 +135,12 @@ class ReplicaSync:
         self._updates: Sequence[Update] = ()
         self._is_under_way = False
         self._updated: int | None = 0  # after which operation rows are; None: amid an update
+        self._refuses, self._refusal = False, None
+        self.is_everyone = mesh.run.world_size == mesh.world_size
+        self.is_half_done = False
+        self._scattered: list[tuple[Delta, list[np.ndarray]]] = []  # what owners get, of each group
+
+    _refusal: Exception | None
 
     @property
     def num_bytes(self) -> int:
@@ -149,15 +172,76 @@ class ReplicaSync:
             self._send(due.number, updates, due)
         return due is not None
 
+    def agree(self, updates: Sequence[Update], step: Step, refusal: Exception | None) -> Exception | None:
+        """Learns how much replicas that are exact will send each other, and whether all take the step.
+
+        Sums of gradients are kept, no row has changed. `post` follows, or `withdraw`. Collective.
+
+        Args:
+            updates: as for `begin`.
+            step: of this rank.
+            refusal: why this rank's replica does not take it.
+
+        Returns:
+            Why no replica does; None where all do.
+
+        Raises:
+            PeerError: a rank does something else, or none answers.
+        """
+        due = self._rhythm.after(step)
+        assert due is not None, "exact replicas are synchronized in every step"
+        self._refusal, self._refuses = refusal, refusal is not None
+        if self._refuses:
+            self.withdraw()
+        try:
+            self._announce(due.number, updates, due)
+            if self._refusal is None and self._is_growing():
+                self._grow()
+        except ConfigurationError as error:
+            return refusal or error
+        finally:
+            self._refuses = False
+        return self._refusal
+
+    def _is_growing(self) -> bool:
+        """Whether more rows come than in any step before, where all ranks know it alike."""
+        if not self.is_everyone or self._device is not None or self._strategy == "owners":
+            return False
+        return any(max(group.counts) > group.most for group in self._groups)
+
+    def _grow(self) -> None:
+        """Makes room for what comes, and has ranks agree on it."""
+        num_rows = [group.rows.count for group in self._groups]
+        try:
+            reach("replicas.grow")
+            for group in self._groups:
+                group.make_room(max(group.counts), self._size)
+        except Exception as error:
+            self._refusal, self._refuses = error, True
+        self._count([num_rows])
+        if self._refusal is None:
+            for group in self._groups:
+                group.most = max(group.most, max(group.counts))
+
+    def withdraw(self) -> None:
+        """Forgets the sums of a step that is not taken."""
+        self._scattered = []
+        for group in self._groups:
+            assert isinstance(group.rows, ReplicatedSums)
+            group.rows.drop()
+
     def start(self) -> None:
         """As `begin` where a synchronization is due, between two steps; for rows that are averaged."""
         self._send(self._rhythm.call(), [_NO_UPDATE] * len(self._groups))
 
     def finish(self) -> None:
-        """Waits for what other replicas sent, and updates."""
+        """Waits for what other replicas sent, and updates.
+
+        Where it fails before a row has changed, for want of memory say, it may be called again.
+        """
         if self._is_under_way:
-            self._is_under_way = False
             self._receive()
+            self._is_under_way = self.is_half_done = False
             self._updated = self._operation
 
     def forget(self) -> None:
@@ -166,13 +250,29 @@ class ReplicaSync:
             group.rows.forget()
 
     def _send(self, operation: int, updates: Sequence[Update], step: Step | None = None) -> None:
+        self._announce(operation, updates, step)
+        self.post()
+
+    def _announce(self, operation: int, updates: Sequence[Update], step: Step | None) -> None:
+        """Learns how many rows come."""
         self._operation, self._step, self._updates = operation, step, updates
+        if self._strategy == "owners":
+            deltas = [group.rows.take() for group in self._groups]
+            self._scattered = [(delta, delta.places(self._size)) for delta in deltas]
+            self._count([[len(places[owner]) for _, places in self._scattered] for owner in range(self._size)])
+        elif self._strategy == "whole":
+            self._count([[0] * len(self._groups)])
+        else:
+            self._count([[group.rows.count for group in self._groups]])
+
+    def post(self) -> None:
+        """Sends rows, once replicas know how many come; what is sent travels until `finish`. Collective."""
+        reach("replicas.post")
         if self._strategy == "whole":
             self._average_whole()
         elif self._strategy == "owners":
             self._scatter()
         else:
-            self._count([[group.rows.count for group in self._groups]])
             for group in self._groups:
                 group.own = group.rows.take()
                 (self._swap if self._strategy == "swap" else self._gather)(group)
@@ -182,10 +282,11 @@ class ReplicaSync:
         if self._strategy == "owners":
             self._reduce()
         elif self._strategy != "whole":
-            due = self._due()
-            self._updated = None
-            for group, update, deltas in due:
-                group.rows.combine(deltas, update)
+            reach("replicas.receive")
+            due = [(group, update, deltas, group.rows.merge(deltas)) for group, update, deltas in self._due()]
+            self._updated, self.is_half_done = None, True
+            for group, update, deltas, merged in due:
+                group.rows.combine(deltas, merged, update)
 
     def _count(self, own: Sequence[Sequence[int]]) -> None:
         """Learns how many rows each replica sends this one of each group.
@@ -193,7 +294,7 @@ class ReplicaSync:
         Args:
             own: how many this one sends to each replica; one list where it sends all the same.
         """
-        operation, counters = joined(self._operation, self._step), self._groups[0].counters
+        operation, counters = joined(self._operation, self._step, self._refuses), self._groups[0].counters
         mine = torch.tensor([[operation, *counts] for counts in own], dtype=torch.int64, device="cpu")
         if len(own) == 1:
             counts = self._hosts.post_gather(mine, counters, _DOING).wait()
@@ -201,6 +302,7 @@ class ReplicaSync:
             counts = self._hosts.exchange_equal(mine, counters, _DOING)
         operations, *of_groups = counts.T.tolist()
         self._rhythm.check(operations, self._operation, self._step)
+        self._refusal = after_hearing(self._mesh, operations, self._refusal)
         for group, of_group in zip(self._groups, of_groups, strict=True):
             group.counts = of_group
 
@@ -235,10 +337,8 @@ class ReplicaSync:
 
     def _scatter(self) -> None:
         """Sends each owner the rows that are its."""
-        deltas = [group.rows.take() for group in self._groups]
-        places = [delta.places(self._size) for delta in deltas]
-        self._count([[len(of_group[owner]) for of_group in places] for owner in range(self._size)])
-        for group, delta, of_group in zip(self._groups, deltas, places, strict=True):
+        scattered, self._scattered = self._scattered, []
+        for group, (delta, of_group) in zip(self._groups, scattered, strict=True):
             sizes = group.sizes([len(of_owner) for of_owner in of_group], self._replica)
             sizes_in = group.sizes(group.counts, self._replica)
             out, into = group.buffers(sum(sizes), sizes_in)
@@ -253,6 +353,7 @@ class ReplicaSync:
         """Reduces the rows whose owner is here, sends all others the result, and takes over what they reduced."""
         for group in self._groups:
             group.own = group.rows.reduce(self._received(group))
+        self.is_half_done = True
         self._count([[len(group.own) for group in self._groups]])
         for group in self._groups:
             self._gather(group)
@@ -285,7 +386,6 @@ class ReplicaSync:
 
     def _average_whole(self) -> None:
         """Averages all rows, some at a time; a device's host waits for nothing but that the others do the same."""
-        self._count([[0] * len(self._groups)])
         for group in self._groups:
             assert isinstance(group.rows, ReplicatedMeans)
             for chunk in group.rows.chunks():

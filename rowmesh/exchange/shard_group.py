@@ -22,7 +22,7 @@ from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
-from rowmesh.exchange.route import Route, ShardGroupRoute
+from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
 from rowmesh.mesh import Mesh
@@ -122,7 +122,9 @@ class ShardGroup:
         self.transport.common, self.transport_name = options.common, self.transport.name
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: ReplicaSync | DynamicMeans | None = None
-        self.needs_flush = False
+        self.needs_flush = self._has_failed = False
+        self._exact: ReplicaSync | None = None  # what keeps replicas on hosts equal, where it has a part in each step
+        self._pushed: tuple[Sequence[Routed], list[Update], Step] | None = None  # what is prepared
 
     def _make_transport(self, mesh: Mesh, grid: Grid) -> tuple[Transport, str]:
         """The transport within the replica group, and why that one."""
@@ -162,6 +164,7 @@ class ShardGroup:
             ConfigurationError: a rank would hold more rows than slots have numbers.
             MemoryError, OSError: there is no room.
         """
+        self.transport.make_room()
         plan = self.plan if self.device is None else one_hop(self.plan)
         self.exchanges = [self._make_exchange(group, plan) for group in self._groups]
 
@@ -189,15 +192,17 @@ class ShardGroup:
             return
         how = self._options.synchronization
         self.synchronizer = make_synchronizer(how, self.exchanges, self._replicate_group, self.device, self._second)
+        if isinstance(self.synchronizer, ReplicaSync) and self.device is None and not self.averages:
+            self._exact = self.synchronizer
 
     @property
     def title(self) -> str:
         """What it holds, for people."""
         return f"tables of {self.replicas} replica(s)" + ("" if self.device is None else f" on {self.device}")
 
-    def fill_from(self, before: ShardGroup) -> Moved:
+    def fill_from(self, before: ShardGroup, everyone: Mesh) -> Moved:
         """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
-        return move_rows(before.exchanges, self.exchanges, self.mesh)
+        return move_rows(before.exchanges, self.exchanges, self.mesh, everyone=everyone)
 
     @property
     def num_bytes(self) -> int:
@@ -225,15 +230,70 @@ class ShardGroup:
         """
         if self.needs_flush:
             self.flush()
-        updates = self.updates(step)
+        refusal = None
+        try:
+            self.prepare(routes, step)
+        except Exception as error:
+            refusal = error
+        if (refusal := self.agree(step, refusal)) is not None:
+            self.withdraw()
+            raise refusal
+        self.apply()
+
+    # The parts of a push, see [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`
+
+    def prepare(self, routes: Sequence[Route], step: Step) -> None:
+        """Does what may fail of a push, without messages; changes no row. Messages of replicas have been waited for."""
         mine = routes if self._is_whole else [ShardGroupRoute(route, self.indices) for route in routes]
-        self.transport.push(mine, updates, step)
+        updates = self.updates(step)
+        self.transport.prepare(mine, updates, step)
+        self._pushed = mine, updates, step
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """Ranks tell each other whether they can go on, see `Transport.agree`. Collective.
+
+        Exact replicas tell each other, too. By then each has its gradients together, and has changed no row.
+        """
+        refusal = self.transport.agree(step, refusal)
+        if self._exact is None:
+            return refusal
+        if refusal is None:
+            self.transport.apply()
+        return self._exact.agree(self.updates(step), step, refusal)
+
+    def apply(self) -> None:
+        """Does what was prepared. Collective."""
+        pushed, self._pushed = self._pushed, None
+        assert pushed is not None
+        mine, updates, step = pushed
+        if self._exact is not None:
+            self._exact.post()
+            self.needs_flush = True
+            return
+        self.transport.apply()
         if self.synchronizer is not None:
             self.begin_synchronization(updates, step)
         if self.device is not None:
             for route in mine:
                 for group in route.groups:
                     group.look_up.drop_gradients()
+
+    def withdraw(self) -> None:
+        """Forgets what was prepared."""
+        self._pushed = None
+        self.transport.withdraw()
+        if self._exact is not None:
+            self._exact.withdraw()
+
+    def fail(self, step: int) -> None:
+        """Notes that this rank failed amid a step: others stop waiting for it, where a transport can tell them."""
+        self.transport.fail(step)
+        self._has_failed = True
+
+    @property
+    def is_half_done(self) -> bool:
+        """Whether `flush` failed when rows had changed, or had been asked of other ranks."""
+        return isinstance(self.synchronizer, ReplicaSync) and self.synchronizer.is_half_done
 
     def updates(self, step: Step) -> list[Update]:
         """How the rows of these groups change."""
@@ -298,7 +358,7 @@ class ShardGroup:
 
     def close(self) -> None:
         """Frees rows and the transport; before that, rows are brought up to date where that needs no other rank."""
-        if self.replicas == 2:
+        if self.replicas == 2 and not self._has_failed:
             self.flush_own()
         for exchange in self.exchanges:
             exchange.arena.close()
@@ -390,7 +450,7 @@ class ShardGroups:
     def fill_from(self, old: ShardGroups) -> list[Moved]:
         """Copies all rows and states from those of another plan. Collective; returns what came to this rank."""
         return [
-            *(after.fill_from(before) for before, after in zip(old.stored, self.stored, strict=True)),
+            *(after.fill_from(before, self._mesh) for before, after in zip(old.stored, self.stored, strict=True)),
             *(after.fill_from(before) for before, after in zip(old.computed, self.computed, strict=True)),
         ]
 

@@ -3,6 +3,19 @@
     fetch(route)   afterwards the rows of every unique id of every group can be read
     push(routes)   owners merge the gradients of all ranks and update their rows
 
+[Note: a step is taken by all ranks or by none]
+A push has three parts, each of which a step does for all its groups of tables before the next one begins:
+
+    prepare   what may fail for want of memory, room or ids, without messages: requests are merged, tiered rows pinned,
+              room is made
+    agree     ranks say whether they can go on, in a message that is sent anyway (or beside a barrier). Where one
+              cannot, all raise; no row has changed, gradients are kept, and the same step may be tried again
+    apply     gradients travel, rows change. Nothing is undone: where a rank fails now, the tables are of no use any
+              more, which all ranks learn (`rowmesh.mesh.failures`)
+
+What messages bring may need more room than a rank can know before. Of that it has as much as steps before needed;
+where ranks see that one needs more, they make it and agree once more.
+
 Both are collective: every rank calls them equally often and in the same order, or all ranks get a PeerError that says
 which rank does what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a
 look-up has none to push, and adds nothing.
@@ -49,11 +62,19 @@ class Transport(Generic[X]):
     def __init__(self, reason: str = "") -> None:
         self.common, self.reason = CommonCounters(), reason
         self._exchanges: Sequence[X] = ()
+        self._pushed: tuple[Sequence[Routed], Sequence[Update], Step] | None = None  # what is prepared
 
     @property
     def num_bytes(self) -> int:
         """Memory of this rank that messages need, beside what batches hold."""
         return 0
+
+    def make_room(self) -> None:
+        """Takes the memory that the transport itself needs, before rows have theirs.
+
+        Raises:
+            MemoryError: there is none.
+        """
 
     def rows_for(self, group: TableGroup, num_slots: Sequence[int], rank: int) -> Tensor | None:
         """Memory for a rank's rows, `[slots, D]`, where other ranks must be able to read them; None: any memory.
@@ -82,8 +103,49 @@ class Transport(Generic[X]):
 
         Raises:
             ConfigurationError: ranks have different learning rates in this step; on all alike.
+            PeerError: another rank cannot take it, and said so.
         """
+        refusal = None
+        try:
+            self.prepare(routes, updates, step)
+        except Exception as error:
+            refusal = error
+        if (refusal := self.agree(step, refusal)) is not None:
+            self.withdraw()
+            raise refusal
+        self.apply()
+
+    # Its parts, see [Note: a step is taken by all ranks or by none]
+
+    def prepare(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+        """Does what may fail of a push, without messages; changes no row."""
+        self._pushed = routes, updates, step
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
+        """Ranks tell each other whether they can go on. Collective.
+
+        Args:
+            step: of this rank.
+            refusal: why this rank cannot, which has prepared nothing then.
+
+        Returns:
+            Why no rank may; None where all can.
+
+        Raises:
+            PeerError: a rank does something else, or none answers.
+        """
+        return refusal
+
+    def apply(self) -> None:
+        """Does what was prepared. Collective."""
         raise NotImplementedError
+
+    def withdraw(self) -> None:
+        """Forgets what was prepared; rows that were pinned for it may leave fast memory."""
+        self._pushed = None
+
+    def fail(self, step: int) -> None:
+        """Notes that this rank failed amid a step: others stop waiting for it, where a transport can tell them."""
 
     def publish(self) -> None:
         """Notes that rows of all ranks changed other than by a push; the next fetch reads the new values."""
@@ -119,15 +181,32 @@ class LocalTransport(Transport[GroupExchange]):
             if group.exchange.is_tiered:
                 group.exchange.prefetch(group)
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
-        """Merges the routes' gradients and updates."""
+    def prepare(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
+        """Merges requests and pins their rows."""
         self._late.read()
+        for index, exchange in enumerate(self._exchanges):
+            if not exchange.is_frozen:
+                exchange.prepare_alone([route.groups[index] for route in routes])
+        self._pushed = routes, updates, step
+
+    def apply(self) -> None:
+        """Updates."""
+        assert self._pushed is not None
+        routes, updates, _ = self._pushed
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
+            groups = [route.groups[index] for route in routes]
             if exchange.is_frozen:
-                for route in routes:
-                    route.groups[index].unpin()
-                continue
-            exchange.update_alone([route.groups[index] for route in routes], update)
+                for group in groups:
+                    group.unpin()
+            else:
+                exchange.update_alone(groups, update)
+        self._pushed = None
+
+    def withdraw(self) -> None:
+        """Forgets what was prepared."""
+        super().withdraw()
+        for exchange in self._exchanges:
+            exchange.withdraw()
 
     def barrier(self) -> None:
         """Checks batches that the host has not looked at yet; there is no other rank to wait for."""

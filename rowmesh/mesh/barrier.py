@@ -53,8 +53,9 @@ _YIELD_NS = 1_000_000  # then sleep
 _LOOK_NS = 100_000_000  # then back to Python, to see whether the peers are alive
 _FIRST_NAP_US, _LONGEST_NAP_US = 50, 1000  # where there are no futexes
 
-# What stands in the cache line of a rank.
-_SLEEPERS, _LEFT_AT = 8, 16  # bytes behind the flag: how many sleep on it; the generation at which this rank left
+# What stands in the cache line of a rank. Bytes behind the flag: how many sleep on it; the generation at which this
+# rank left; in which step it failed.
+_SLEEPERS, _LEFT_AT, _FAILED_IN = 8, 16, 24
 _ALL_CAME, _LEFT = -1, -2
 
 _NO_FUTEX = 0
@@ -145,7 +146,7 @@ class Barrier:
 
     Args:
         mesh: the ranks.
-        flags: address of int64 `[W]`, the address of every rank's flag: three int64, zeros, in a cache line of its own.
+        flags: address of int64 `[W]`, the address of every rank's flag: four int64, zeros, in a cache line of its own.
         futex: the number of the system call, or 0 to nap.
     """
 
@@ -157,7 +158,7 @@ class Barrier:
         self._reason = ""  # why this rank left
         self._clock = np.zeros(2, np.int64)  # room for a time
         self._clock_at = self._clock.ctypes.data
-        self._lines = [array_at(int(line), np.int64, 3) for line in array_at(flags, np.int64, mesh.world_size)]
+        self._lines = [array_at(int(line), np.int64, 4) for line in array_at(flags, np.int64, mesh.world_size)]
 
     def wait(self) -> None:
         """Blocks until every rank has come.
@@ -176,6 +177,14 @@ class Barrier:
         mesh = self._mesh  # `_missing`, without a call: every step comes here twice
         if _wait(self._flags, mesh.rank, mesh.world_size, self._generation, self._futex, self._clock_at) != _ALL_CAME:
             self._wait_long(Stopwatch(_LOOK_NS / 1e9, began_s))
+
+    def fail(self, step: int) -> None:
+        """Notes that this rank failed in a step: ranks that wait here, now or later, stop and say so."""
+        line = self._lines[self._mesh.rank]
+        if not line[_LEFT_AT // 8]:
+            line[_FAILED_IN // 8] = step
+            line[_LEFT_AT // 8] = max(self._generation, 1)
+        self._reason = self._reason or f"step {step} failed here"
 
     @property
     def _name(self) -> int:
@@ -207,6 +216,12 @@ class Barrier:
         absent = [name for name in absent if name not in left]
         if absent and waited_s > mesh.timeout_s:
             self._leave(PeerError(f"{me}: {mesh.not_come(absent, watch)}"))
+        failed = {mesh.name(rank): line[_FAILED_IN // 8] for rank, line in enumerate(self._lines)}
+        if failed := {rank: int(step) for rank, step in failed.items() if step}:
+            which = ", ".join(f"rank {rank} failed in step {step}" for rank, step in failed.items())
+            self._leave(PeerError(f"{me}: {which}, which all ranks had agreed on; its own output says why"))
+        if mesh.failures.find():
+            self._leave(PeerError(f"{me}: stopped waiting for the others: {mesh.failures.find()}"))
         if left:
             also = f"; {mesh.describe(absent)} had not come by then" if absent else ""
             self._leave(PeerError(f"{me}: {mesh.describe(left)} stopped waiting; its own output says why{also}"))

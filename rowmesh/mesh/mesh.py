@@ -22,6 +22,7 @@ from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
 from rowmesh.faults import reach
 from rowmesh.mesh.cancellation import Cancellation
 from rowmesh.mesh.claims import Claims
+from rowmesh.mesh.failures import Failures
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
 from rowmesh.mesh.joining import join, meet
@@ -75,6 +76,7 @@ class Mesh:
     _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
     _claims: Claims = field(default_factory=Claims, repr=False)
     _lost: Event = field(default_factory=Event, repr=False)  # set when a collective failed or was abandoned
+    _failures: Failures = field(default_factory=Failures, repr=False)
 
     @staticmethod
     def connect(timeout_s: float = 300.0) -> Mesh:
@@ -126,6 +128,11 @@ class Mesh:
     def run(self) -> Mesh:
         """All ranks that were launched together, of which this mesh may be a part."""
         return self if self.whole is None else self.whole.run
+
+    @property
+    def failures(self) -> Failures:
+        """Where waits of the run look whether a step ended half way on another rank."""
+        return self.run._failures
 
     @property
     def is_one_host(self) -> bool:

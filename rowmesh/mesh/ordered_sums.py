@@ -19,6 +19,7 @@ from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel, MessageCounters
 from rowmesh.mesh.shared_memory import share
+from rowmesh.mesh.together import on_all_ranks
 from rowmesh.mesh.waiting import barrier
 from rowmesh.ops.memory import round_up
 
@@ -95,6 +96,9 @@ class CollectiveSums:
         """Waits for all ranks."""
         barrier(self._mesh, "waiting at a barrier")
 
+    def fail(self, step: int) -> None:
+        """No-op: ranks that wait for messages learn it elsewhere."""
+
     def close(self) -> None:
         """Nothing is held that does not go with this."""
 
@@ -116,7 +120,8 @@ class SharedSums:
         self._is_scattered = is_scattered(size * dtype.itemsize, mesh.world_size)
         part = size // mesh.world_size if self._is_scattered else 0
         self._total = torch.zeros(size, dtype=dtype, device="cpu")
-        own = SharedBuffer.create(_FLAG_BYTES + 2 * (size + part) * dtype.itemsize)
+        num_bytes = _FLAG_BYTES + 2 * (size + part) * dtype.itemsize
+        own = on_all_ranks(mesh, "making room for vectors", lambda: SharedBuffer.create(num_bytes))
         own.use_huge_pages()
         self._buffers = [buffer for (buffer,) in share(mesh, [own])]
         self._vectors, self._sums = (
@@ -132,11 +137,11 @@ class SharedSums:
 
     def begin(self) -> Tensor:
         """Zeros, for this rank's vector."""
-        self._turn = 1 - self._turn
-        return self._vectors[self._turn][self._mesh.rank].zero_()
+        return self._vectors[1 - self._turn][self._mesh.rank].zero_()
 
     def finish(self) -> Tensor:
         """The sum of all vectors; one barrier, or two."""
+        self._turn = 1 - self._turn
         self._barrier.wait()
         vectors, sums, rank = self._vectors[self._turn], self._sums[self._turn], self._mesh.rank
         if not self._is_scattered:
@@ -154,6 +159,10 @@ class SharedSums:
     def barrier(self) -> None:
         """Waits for all ranks."""
         self._barrier.wait()
+
+    def fail(self, step: int) -> None:
+        """Notes that this rank failed in a step: others stop waiting for it."""
+        self._barrier.fail(step)
 
     def close(self) -> None:
         """No further rank can map the vectors; they are freed with the last view."""

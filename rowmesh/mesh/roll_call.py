@@ -47,12 +47,15 @@ class RollCall:
         return None if found is None else [rank for rank, is_there in enumerate(found) if not is_there]
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        if self._group is None:
-            return None
-        try:
-            return question(_copy_of(_get_default_store()))
-        except (RuntimeError, ValueError):
-            return None
+        return None if self._group is None else ask_store(question)
+
+
+def ask_store(question: Callable[[Any], Any]) -> Any:
+    """What the store through which ranks met answers; None where it cannot be reached."""
+    try:
+        return question(_copy_of(_get_default_store()))
+    except (RuntimeError, ValueError):
+        return None
 
 
 def keep_store() -> None:

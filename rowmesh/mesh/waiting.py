@@ -60,16 +60,23 @@ class Waiting:
                 work.wait(self._soon)
             except RuntimeError as error:
                 if mesh.cancellation.is_set:
-                    calls.withdraw()
-                    mesh.abandon_collective()
-                    if (abort := getattr(work, "abort", None)) is not None:
-                        abort()  # or a thread that waits for it would stay
+                    self._give_up(work)
                     raise PeerError(f"stopped {doing}: something else failed") from error
+                if not is_over and (failure := mesh.failures.find()):
+                    self._give_up(work)
+                    raise PeerError(f"rank {mesh.name(mesh.rank)}: stopped {doing}: {failure}") from error
                 if watch.read() >= mesh.timeout_s or is_over:
                     raise mesh.peer_error(doing, error, watch) from error
             else:
                 calls.withdraw()
                 return
+
+    def _give_up(self, work: dist.Work) -> None:
+        """The collective is not waited for any more."""
+        self._mesh.roll_call.withdraw()
+        self._mesh.abandon_collective()
+        if (abort := getattr(work, "abort", None)) is not None:
+            abort()  # or a thread that waits for it would stay
 
 
 def complete(mesh: Mesh, post: Callable[[], dist.Work | None], doing: str) -> None:

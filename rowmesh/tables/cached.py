@@ -337,8 +337,8 @@ class CachedArena:
 
     def _not_ended(self, waited_s: float) -> RowmeshError:
         return RowmeshError(
-            f"group {self.group.name}: another thread has read or written rows of {self.store} for {waited_s:.1f} s and "
-            "has not ended; where the disk is slow, raise timeout_s of Tiers"
+            f"group {self.group.name}: another thread has read or written rows of {self.store} for {waited_s:.1f} s "
+            "and has not ended; where the disk is slow, raise timeout_s of Tiers"
         )
 
     def _describe_shortage(self, missing: int, num_rows: int, waited_s: float) -> str:

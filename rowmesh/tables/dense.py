@@ -160,7 +160,8 @@ class DenseArena:
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
         """Updates the rows of merged slots in place; see `RowStore`."""
-        self.announce(merged, part)
+        if self._watchers:
+            self.announce(merged, part)
         optimizer, state = self.group.optimizer, tuple(self.state.values())
         update(self.rows, state, merged, optimizer.name, optimizer.numbers(lr, scaling, step), part)
 

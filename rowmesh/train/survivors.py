@@ -160,6 +160,7 @@ class Survivors:
                 return f"rank {rank} {problem}"
         if len({step for step, *_ in everyone}) > 1:
             return f"they stand after steps {', '.join(str(step) for step, *_ in everyone)}"
+        self._engine.failure.forgive()  # all ranks of this group have the rows of that step
         intervals = {rank: each[2] for rank, each in zip(self._members, everyone, strict=True)}
         whole = state([intervals.get(rank, [0.0] * 5) for rank in range(mesh.world_size)], self._states)
         # Gradients of the next step may be under way, and its batch, and more, be opened.

@@ -49,14 +49,14 @@ class TouchedRows:
             most: how many they are at most.
             part: which of them, first and one past the last, in the host's memory; default: all.
         """
-        self._reserve(most)
+        self.make_room(most)
         self._most += most
         self._bounds = mark(merged, self.marks, self._bounds, self._slots, part, most)
         self._late = None if self._device is None else Late(self._bounds)
         for table, before in zip(self._tables, self._before, strict=True):
             pack(table, self._slots, self._bounds, before, most)
 
-    def _reserve(self, count: int) -> None:
+    def make_room(self, count: int) -> None:
         """Makes room for so many more rows; looks at how many there really are only where it may not do."""
         room, num_rows = len(self._slots), len(self.marks)
         if min(self._most + count, num_rows) > room:

@@ -200,9 +200,21 @@ class HostLookUp:
         weights = self.file_weights(layout, self.pointers) if layout.is_weighted else 0
         self.waiting = LeftGradient(grad), weights
 
+    def is_waiting(self) -> bool:
+        """Whether sums wait, for the update to make.
+
+        Raises:
+            RowmeshError: the gradient that they are of was changed since.
+        """
+        if self.waiting is None or not self.num_unique:
+            return False
+        self.waiting[0].take()
+        return True
+
     def sum(self) -> None:
         """Makes sums that wait, for whoever reads the send buffer."""
         if self.waiting is not None:
+            self.send.reserve_gradients(self.num_unique * self._of.gradient_bytes)  # or what waits would be lost
             self._sum(*self._take_waiting())
 
     @property
@@ -228,8 +240,10 @@ class HostLookUp:
 
     def _take_waiting(self) -> tuple[Tensor, int]:
         assert self.waiting is not None
-        (left, weights), self.waiting = self.waiting, None
-        return left.take(), weights
+        left, weights = self.waiting
+        gradient = left.take()
+        self.waiting = None  # last: what cannot be taken still waits
+        return gradient, weights
 
     def _sum(self, grad: Tensor, weights: int) -> None:
         send, of = self.send, self._of

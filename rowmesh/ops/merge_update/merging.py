@@ -139,11 +139,21 @@ class Merger(HostMerged):
 
     def _make_room(self, num_entries: int) -> None:
         """For all that depends on the number of requests."""
-        self._most_entries = num_entries + num_entries // 4
-        parts = [round_up(size * self._most_entries, 64) for size in (4, 4, 4, 4, 8, 32)]
-        self._memory = Buffer(sum(parts))
+        most = num_entries + num_entries // 4
+        parts = [round_up(size * most, 64) for size in (4, 4, 4, 4, 8, 32)]
+        self._memory, self._most_entries = Buffer(sum(parts)), most
         ends = accumulate(parts, initial=self._memory.address)
         self.merged_slots, self.heads, self._tails, self.nexts, self.addresses, self._table, _ = ends
+
+    def make_room(self, num_entries: int, num_sources: int, num_nodes: int = 1) -> None:
+        """For merging so many requests of so many sources. What was merged is lost where it has to grow."""
+        if num_nodes > 1 and 8 * num_nodes > self._node_ends.num_bytes:
+            self._node_ends = Buffer(8 * num_nodes)
+            self.node_ends = self._node_ends.address
+        if num_entries > self._most_entries:
+            self._make_room(num_entries)
+        if 24 * num_sources > self._sources.num_bytes:
+            self._sources = Buffer(24 * num_sources)
 
     def __call__(
         self,
@@ -161,15 +171,14 @@ class Merger(HostMerged):
             node_ends: where they come from several nodes, one past each node's last entry.
         """
         self.num_nodes = max(len(node_ends), 1)
+        if (
+            num_entries > self._most_entries
+            or 24 * len(sources) > self._sources.num_bytes
+            or 8 * len(node_ends) > self._node_ends.num_bytes
+        ):
+            self.make_room(num_entries, len(sources), len(node_ends))
         if len(node_ends) > 1:
-            if 8 * len(node_ends) > self._node_ends.num_bytes:
-                self._node_ends = Buffer(8 * len(node_ends))
-                self.node_ends = self._node_ends.address
             self._node_ends.array(np.int64, len(node_ends))[:] = node_ends
-        if num_entries > self._most_entries:
-            self._make_room(num_entries)
-        if 24 * len(sources) > self._sources.num_bytes:
-            self._sources = Buffer(24 * len(sources))
         for number, source in enumerate(sources):  # one array of all would cost more than merging a small batch
             _SOURCE.pack_into(self._sources.bytes.data, 24 * number, *source)
         self.num_merged = _merge(
@@ -216,6 +225,11 @@ class Singles(HostMerged):
     def __init__(self) -> None:
         super().__init__()
         self._scratch = [Scratch() for _ in range(3)]
+
+    def make_room(self, count: int) -> None:
+        """For so many slots."""
+        for scratch, size in zip(self._scratch, (4, 4, 8), strict=True):
+            scratch.reserve(count * size)
 
     def __call__(self, slots: int, gradients: int, gradient_bytes: int, count: int) -> None:
         """`slots` and `gradients` are addresses: uint32 `[count]`, and one gradient after the other."""

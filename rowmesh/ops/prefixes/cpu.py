@@ -37,7 +37,8 @@ class Loan:
         self.buffer = buffer
 
     def __del__(self) -> None:
-        self._idle.append(self.buffer)
+        if (buffer := getattr(self, "buffer", None)) is not None:  # else there was no memory for it
+            self._idle.append(buffer)
 
 
 class Workspace(threading.local):

@@ -125,6 +125,11 @@ class Lookup:
             cuda, how = _on_device(cores, self.prefixes)
             cuda.backward(*how, row_gradients, out)
 
+    def make_room_to_update(self, cores: Sequence[Tensor]) -> None:
+        """On a CPU, takes the memory that `update` needs."""
+        if isinstance(self.prefixes, HostPrefixes):
+            cpu.make_room_to_update(cores, self.prefixes)
+
     def update(
         self,
         cores: Sequence[Tensor],

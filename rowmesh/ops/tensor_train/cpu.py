@@ -110,6 +110,28 @@ def sparse_gradients(cores: Sequence[Tensor], prefixes: HostPrefixes, row_gradie
     )
 
 
+def make_room_to_update(cores: Sequence[Tensor], prefixes: HostPrefixes) -> None:
+    """Takes the memory that `update` needs; see `rowmesh.ops.tensor_train.Lookup.make_room_to_update`."""
+    constants, scratch = _constants(cores), prefixes.workspace.scratch
+    n1, n2, n3 = (STORAGE_BYTES[constants.storage] * n for n in constants.slice_elements)
+    scratch["gradients"].reserve(prefixes.num_touched[0] * n1 + prefixes.num_touched[2] * n3)
+    scratch["slice"].reserve(n2)
+    _products_and_room(cores, prefixes)
+
+
+def _products_and_room(cores: Sequence[Tensor], prefixes: HostPrefixes) -> tuple[int, int, int]:
+    """Addresses of the products of prefixes, and of room for what a backward computes of a group of them."""
+    constants, scratch = _constants(cores), prefixes.workspace.scratch
+    if prefixes.products is None:
+        rows = torch.empty(prefixes.num_unique, dim_of(cores), dtype=cores[0].dtype, device="cpu")
+        forward(cores, prefixes, rows, keep=True)
+    assert prefixes.products is not None
+    group_bytes = prefixes.largest_group * STORAGE_BYTES[constants.storage]
+    product_gradients = scratch["group"].reserve(group_bytes * constants.product_elements)
+    slices = scratch["slices"].reserve(group_bytes * constants.slice_elements[0])
+    return prefixes.products.buffer.address, product_gradients, slices
+
+
 def update(
     cores: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
@@ -139,17 +161,11 @@ def _backward(
     change: tuple[str | None, Sequence[int], tuple[float, ...]],
 ) -> None:
     """Runs the kernel; `layout` is its `compact` and `stride2`, `change` a rule, addresses of states and numbers."""
-    if prefixes.products is None:
-        rows = torch.empty(prefixes.num_unique, dim_of(cores), dtype=cores[0].dtype, device="cpu")
-        forward(cores, prefixes, rows, keep=True)
-    assert prefixes.products is not None
-    products = prefixes.products.buffer.address
-    (rule, states, numbers), constants, scratch = change, _constants(cores), prefixes.workspace.scratch
-    element, p, (core1, core2, core3) = STORAGE_BYTES[constants.storage], prefixes, cores
+    products, product_gradients, slices = _products_and_room(cores, prefixes)
+    (rule, states, numbers), constants = change, _constants(cores)
+    p, (core1, core2, core3) = prefixes, cores
     by_id = (p.arranged, p.lasts, p.last_slots)
     by_prefix = (p.starts, p.firsts, p.first_slots, p.group_starts, p.touched[1], p.num_groups)
-    product_gradients = scratch["group"].reserve(p.largest_group * constants.product_elements * element)
-    slices = scratch["slices"].reserve(p.largest_group * constants.slice_elements[0] * element)
     read = (products, row_gradients.data_ptr(), product_gradients, slices)
     touched = (p.touched[0], p.num_touched[0], p.touched[2], p.num_touched[2])
     addresses = (core1.data_ptr(), core2.data_ptr(), core3.data_ptr())
