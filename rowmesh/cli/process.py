@@ -7,12 +7,12 @@ import os
 
 def prepare_process() -> None:
     """Has the allocator keep freed memory for the next step; rank 0 prints what is slow on its host, and what to do."""
+    from rowmesh.files.printable import say
     from rowmesh.observe.allocator import keep_memory
 
     keep_memory()
-    if os.environ.get("RANK", "0") == "0":
-        for line in slow_lines(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-            print(line, flush=True)  # noqa: T201
+    if os.environ.get("RANK", "0") == "0" and (lines := slow_lines(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
+        say(*lines)
 
 
 def slow_lines(ranks: int) -> list[str]:
