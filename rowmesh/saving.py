@@ -17,6 +17,7 @@ from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.together import on_every_rank
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.errors import CheckpointError
+from rowmesh.files.places import local_path
 from rowmesh.mesh import Mesh
 from rowmesh.parts import Parts, check_plain
 from rowmesh.random_states import RANDOM_STATES
@@ -61,7 +62,7 @@ def save(
         ...     load(f"{folder}/model", state)["step"]
         7
     """
-    folder, parts = Path(folder), Parts(state)
+    folder, parts = local_path(folder, "folder"), Parts(state)
     wait_for_those_before(parts.tables.collections)  # perhaps to the same folder
     dense = _state_for(folder, parts, overwrite=overwrite)
     checkpoint.save(folder, parts.tables, dense, metadata=metadata, peers=parts.tables.mesh.peers)
@@ -134,7 +135,7 @@ def async_save(
         ...     saving.wait()
         True
     """
-    folder, parts = Path(folder), Parts(state)
+    folder, parts = local_path(folder, "folder"), Parts(state)
     collections = parts.tables.collections
     wait_for_those_before(collections)
     dense = _state_for(folder, parts, overwrite=overwrite)
@@ -204,7 +205,7 @@ def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -
 
 def read(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -> dict[str, Any]:
     """What `load` does, which returns all that a checkpoint has."""
-    folder, parts = Path(folder), Parts(state)
+    folder, parts = local_path(folder, "folder"), Parts(state)
     tables, saved = parts.tables, {}
     tables.barrier()  # no rank looks rows up any more
 

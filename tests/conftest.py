@@ -1,7 +1,10 @@
 """What all tests share: the pool of ranks, the device of GPU kernels, and how hypothesis searches."""
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
 import threading
 
 import hypothesis
@@ -24,6 +27,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("rowmesh")
 torch.set_num_threads(1)
+STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rowmesh-state-")  # of runs, in place of the user's
 collect_ignore = ["support/warm.py"]  # it trains when it is imported, as looking for doctests would
 
 
@@ -43,8 +47,9 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    """Lets extension modules free what they would report as leaked."""
+    """Lets extension modules free what they would report as leaked; removes what runs keep of a user."""
     gc.unfreeze()
+    shutil.rmtree(STATE, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

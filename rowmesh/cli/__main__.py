@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,9 @@ from rowmesh.cli.waiting import wait_passively
 from rowmesh.errors import RowmeshError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import described
+from rowmesh.files.places import local_path
+from rowmesh.files.printable import PrintableFormatter, printable, say
+from rowmesh.files.secrets import masked
 
 FAILED, INTERRUPTED = 2, 130
 MIN_COLUMNS = 20
@@ -68,6 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     _is_leaving = False
     wait_passively()
     lasting_streams()
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrintableFormatter())
     before = {number: signal.getsignal(number) for number in _endings()}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN or number == signal.SIGTERM:  # hang-ups are ignored under nohup
@@ -77,7 +85,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         reach("cli.command")
         words = with_resume(sys.argv[1:] if arguments is None else arguments)
-        app(words, exit_on_error=False, result_action="return_value", console=_wide_enough())
+        console = _wide_enough()
+        _, bound, _ = app.parse_args(words, exit_on_error=False, console=console)
+        for path in _paths(bound.arguments.items()):
+            local_path(path, "the path")
+        app(words, exit_on_error=False, result_action="return_value", console=console)
         if problem := lost():
             _complain(f"{problem}; what the command was to do is done")
             sys.exit(FAILED)
@@ -93,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("rowmesh: interrupted", file=sys.stderr)  # noqa: T201
+            say("rowmesh: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except OSError as error:  # a full disk, a folder without permission
         _complain(described(error))
@@ -110,6 +122,15 @@ def main(arguments: list[str] | None = None) -> None:
         sys.unraisablehook = hook
         for number, handler in before.items():  # there is nothing more to clean up
             signal.signal(number, handler)
+
+
+def _paths(values: Iterable[Any]) -> Iterator[Path]:
+    """The paths among the arguments of a command."""
+    for value in values:
+        if isinstance(value, Path):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _paths(value)
 
 
 def _interrupt_again(ignored: Any) -> None:
@@ -173,7 +194,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _complain(message: str) -> None:
     rank = os.environ.get("RANK")
     speaker = "rowmesh" if rank is None else f"rowmesh (rank {rank})"
-    print(f"{speaker}: error: {message.removeprefix(f'rank {rank}: ')}", file=sys.stderr, flush=True)  # noqa: T201
+    text = printable(masked(message.removeprefix(f"rank {rank}: ")), lines=True)
+    print(f"{speaker}: error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - lines of its own
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
+from rowmesh.files.printable import say
+
 if TYPE_CHECKING:
     from rowmesh.checkpoint import Manifest
     from rowmesh.checkpoint.manifest import KnownEntry
@@ -30,9 +32,9 @@ def list_(run: Path, /) -> None:
     for folder in _checkpoints(run):
         try:
             step, facts = _facts(folder)
-            print(f"step {step:>12,}  {facts['written']}  {facts['size']:>10}  {facts['kind']:<22}  {folder}")  # noqa: T201
+            say(f"step {step:>12,}  {facts['written']}  {facts['size']:>10}  {facts['kind']:<22}  {folder}")
         except CheckpointError as error:
-            print(f"damaged: {error}")  # noqa: T201
+            say(f"damaged: {error}")
 
 
 @app.command
@@ -53,9 +55,9 @@ def verify(run: Path, /) -> None:
     for folder in _checkpoints(run):
         try:
             count, num_bytes = _verified(folder, known)
-            print(f"whole    {folder}: {count:,} files, {bytes_text(num_bytes)}")  # noqa: T201
+            say(f"whole    {folder}: {count:,} files, {bytes_text(num_bytes)}")
         except CheckpointError as error:
-            print(f"damaged  {folder}: {error}")  # noqa: T201
+            say(f"damaged  {folder}: {error}")
             damaged.append(folder.name)
     if damaged:
         raise CheckpointError(f"{', '.join(damaged)} of {run} cannot be resumed from; a run goes on from the others")
@@ -70,7 +72,7 @@ def show(run: Path, /) -> None:
     run
         The run's folder, that of its checkpoints, or one checkpoint.
     """
-    print(*_description(_checkpoints(run)[-1]), sep="\n")  # noqa: T201
+    say(*_description(_checkpoints(run)[-1]))
 
 
 @app.command(name="compact")
@@ -96,7 +98,7 @@ def compact_(run: Path, step: int | None = None, /) -> None:
         names = ", ".join(each.absolute().name for each in found)
         raise RowmeshError(f"{run} has no checkpoint after step {step}, only: {names}")
     is_new = compact(places[0])
-    print(f"{places[0]} {'is a full checkpoint now' if is_new else 'was a full checkpoint before'}")  # noqa: T201
+    say(f"{places[0]} {'is a full checkpoint now' if is_new else 'was a full checkpoint before'}")
 
 
 def _verified(folder: Path, known: dict[Path, tuple[int, int] | str]) -> tuple[int, int]:

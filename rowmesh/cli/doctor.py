@@ -27,6 +27,7 @@ def doctor(*, ranks: int = 1, json: Annotated[bool, Parameter(negative="")] = Fa
     from rowmesh.doctor.facts import read_facts
     from rowmesh.doctor.step import Failed, run_step
     from rowmesh.doctor.text import report_json, report_text
+    from rowmesh.files.printable import say
 
     if ranks < 1:
         raise ConfigurationError(f"--ranks: {ranks} are none; give 1 or more")
@@ -36,6 +37,7 @@ def doctor(*, ranks: int = 1, json: Annotated[bool, Parameter(negative="")] = Fa
     steps = [run_step(count) for count in dict.fromkeys([1, ranks])]
     found = findings(facts, steps)
     report = report_json(facts, steps, found)
-    print(json_module.dumps(report, indent=1) if json else report_text(facts, steps, found))  # noqa: T201
+    text = json_module.dumps(report, indent=1) if json else report_text(facts, steps, found)
+    say(*text.split("\n"))
     if failed := [step for step in steps if isinstance(step, Failed)]:
         raise RowmeshError(f"the step on {failed[0].ranks} rank(s) failed; the report above has the end of its output")

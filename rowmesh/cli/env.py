@@ -17,10 +17,11 @@ def env(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
         Print JSON.
     """
     from rowmesh.cli.process import slow_lines
+    from rowmesh.files.printable import say
     from rowmesh.observe import environment_report, environment_text
 
     report = environment_report()
     if json:
-        print(json_module.dumps(report, indent=1))  # noqa: T201
+        say(*json_module.dumps(report, indent=1).splitlines())
         return
-    print(environment_text(report), *slow_lines(ranks=1), sep="\n")  # noqa: T201
+    say(*environment_text(report).splitlines(), *slow_lines(ranks=1))

@@ -15,6 +15,7 @@ def evaluate(
     split: str | None = None,
     other_vocabulary: Annotated[bool, Parameter(negative="")] = False,
     verify: Annotated[bool, Parameter(negative="--no-verify", show_default=False)] = True,
+    trust: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Evaluate the model of a finished run, on any number of ranks.
 
@@ -33,6 +34,9 @@ def evaluate(
         Accept data whose ids or dense features have another meaning than those the model was trained on.
     verify
         Compare what is read with the checksums written beside it (the default); --no-verify reads damaged files too.
+    trust
+        Import the module of an own model (package.module:Class) that the run's folder names, also where the run was not
+        trained by you on this machine. Importing runs it.
     """
     from rowmesh.cli.process import prepare_process
     from rowmesh.cli.report import write_page
@@ -46,5 +50,6 @@ def evaluate(
         other_vocabulary=other_vocabulary,
         verify=verify,
         fits_threads=True,
+        trust=trust,
         at_end=write_page,
     )

@@ -34,6 +34,7 @@ def plan(
     out: Path | None = None,
     report: Path | None = None,
     topology_out: Path | None = None,
+    overwrite: Switch = False,
 ) -> None:
     """Decide which ranks hold each row, from the access counts of the data and the costs of links.
 
@@ -87,14 +88,17 @@ def plan(
         Write a report (HTML, one file).
     topology_out
         Write the topology (TOML), for --topology.
+    overwrite
+        Replace the files of --out, --report and --topology-out also where this command did not write them.
     """
     from rowmesh.cli.plan_command import Links, Outputs, PlanOptions, run_plan
     from rowmesh.cli.plan_replicas import Replication
     from rowmesh.cli.plan_tensor_train import parse_ranks
     from rowmesh.train.resolve import resolve
 
+    outputs = Outputs(explain, out, report, topology_out, () if tensor_train is None else parse_ranks(tensor_train))
+    outputs.check(overwrite=overwrite)
     links = Links(ranks, ranks_per_node, topology, measure)
     options = PlanOptions(strategy, mode, objective, memory, extra_memory, max_hops, fetch_weight, count_batches)
-    outputs = Outputs(explain, out, report, topology_out, () if tensor_train is None else parse_ranks(tensor_train))
     replication = Replication(replicas, synchronization, sync_every)
     run_plan(resolve(config, overrides), config.stem, links, options, outputs, replication)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,17 +13,20 @@ from rowmesh.cli.plan_dynamic import dynamic_bytes, dynamic_costs, print_dynamic
 from rowmesh.cli.plan_replicas import Replication
 from rowmesh.cli.plan_tensor_train import cores_bytes
 from rowmesh.cli.plan_tensor_train import report as report_cores
-from rowmesh.errors import ConfigurationError
+from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.transports import reader_for
+from rowmesh.files.output import check_output
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.placement.comparison import Comparison, compare
 from rowmesh.placement.measure import measure_topology
+from rowmesh.placement.plan import Plan
 from rowmesh.placement.request import Mode, Objective, Request
 from rowmesh.placement.text import bytes_text, parse_bytes
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import ReplicaComparison, compare_replicas
 from rowmesh.report.explanation import explain
+from rowmesh.report.html import is_page
 from rowmesh.report.plan_page import write_report
 from rowmesh.report.plan_text import Printer
 from rowmesh.report.replica_page import write_replica_report
@@ -135,6 +139,21 @@ class Outputs:
     topology: Path | None = None
     tensor_train: tuple[int, ...] = ()
 
+    def check(self, *, overwrite: bool) -> None:
+        """Refuses files that are in the way.
+
+        Raises:
+            RowmeshError: a file is there that is no plan, page or topology, and `overwrite` is not given.
+        """
+        files = (
+            ("--out", self.plan, partial(_is_read_by, Plan.load)),
+            ("--report", self.report, is_page),
+            ("--topology-out", self.topology, partial(_is_read_by, lambda path: Topology.load(str(path)))),
+        )
+        for option, path, is_own in files:
+            if path is not None:
+                check_output(path, overwrite=overwrite, option=option, is_own=is_own)
+
     def write(self, comparison: Comparison, title: str, printer: Printer) -> None:
         """Prints the comparison or the explanation, and writes the files.
 
@@ -168,6 +187,15 @@ class Outputs:
             if path is not None:
                 write(path)
                 yield path
+
+
+def _is_read_by(load: Callable[[Path], object], path: Path) -> bool:
+    """Whether a file is what a former call of the command wrote there."""
+    try:
+        load(path)
+    except (RowmeshError, OSError):
+        return False
+    return True
 
 
 def _write_report(comparison: Comparison | ReplicaComparison, path: Path, title: str) -> None:

@@ -23,6 +23,7 @@ def predict(
     max_bad_rows: int = 100,
     overwrite: Annotated[bool, Parameter(negative="")] = False,
     verify: Annotated[bool, Parameter(negative="--no-verify", show_default=False)] = True,
+    trust: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Score raw rows with the model of a finished run, in one process.
 
@@ -49,6 +50,9 @@ def predict(
         Replace the file of scores.
     verify
         Compare what is read with the checksums written beside it (the default); --no-verify reads damaged files too.
+    trust
+        Import the module of an own model (package.module:Class) that the run's folder names, also where the run was not
+        trained by you on this machine. Importing runs it.
     """
     from rich.console import Console
 
@@ -75,6 +79,7 @@ def predict(
             max_bad_rows=max_bad_rows,
             overwrite=overwrite,
             verify=verify,
+            trust=trust,
             progress=progress,
             log=partial(write_line, console),
         )

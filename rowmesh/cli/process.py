@@ -10,14 +10,14 @@ def prepare_process() -> None:
 
     Rank 0 prints what is slow on its host, and what to do.
     """
+    from rowmesh.files.printable import say
     from rowmesh.observe.allocator import keep_memory
     from rowmesh.ops.linear.caches import bound_caches
 
     keep_memory()
     bound_caches()
-    if os.environ.get("RANK", "0") == "0":
-        for line in slow_lines(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-            print(line, flush=True)  # noqa: T201
+    if os.environ.get("RANK", "0") == "0" and (lines := slow_lines(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))):
+        say(*lines)
 
 
 def slow_lines(ranks: int) -> list[str]:

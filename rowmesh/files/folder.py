@@ -17,6 +17,7 @@ from rowmesh.files.atomic import sync_file, sync_folder
 from rowmesh.files.checksums import Checksums, checksums_of
 from rowmesh.files.lock import exclusive
 from rowmesh.files.manifest import MANIFEST, Manifest, contents
+from rowmesh.files.places import local_path
 
 
 @contextlib.contextmanager
@@ -48,6 +49,7 @@ def replacing_folder(
         RowmeshError: the target is not empty and `overwrite` is not given or something else is in it, another
             process writes it, or the disk is full.
     """
+    local_path(target, "the folder")
     target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.parent / f".{target.name}.lock"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.secrets import masked
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # of two letters and more: C:/ is a drive
 
@@ -26,7 +27,7 @@ def local_path(path: str | Path, what: str) -> Path:
     if (scheme := _SCHEME.match(str(path))) is not None:
         plain = f"; leave out {scheme[1]}://" if scheme[1].lower() == "file" else ""
         raise ConfigurationError(
-            f"{what} = {str(path)!r} has the scheme {scheme[1]}://, and rowmesh reads and writes files of this machine "
-            f"alone: name a folder here, or mount the store as one{plain}"
+            f"{what} = {masked(str(path))!r} has the scheme {scheme[1]}://, and rowmesh reads and writes files of this "
+            f"machine alone: name a folder here, or mount the store as one{plain}"
         )
     return Path(path)

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,6 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+
+from rowmesh.files.printable import printable
 
 PLAIN_INTERVAL_S = 5.0
 BAR_INTERVAL_S = 0.1
@@ -51,10 +54,10 @@ class _Display:
         """Moves the bar of one thing, or prints the line."""
         self._shown_s = time.perf_counter()
         if self._bars is None:
-            self._console.print(line, markup=False)
+            self._console.print(printable(line), markup=False)
             return
         if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=total, **fields)
+            self._tasks[what] = self._bars.add_task(escape(printable(what)), total=total, **fields)
         self._bars.update(self._tasks[what], completed=done, **fields)
 
     def __enter__(self) -> Self:
@@ -151,7 +154,7 @@ class Progress(_Display):
 
     def write(self, text: str) -> None:
         """Prints a line above the bar."""
-        self._console.print(text, markup=False)
+        self._console.print(printable(text), markup=False)
 
     def _begin(self, step: int) -> None:
         """Counts time from the first step that is done on: what comes before it, and it alone, says little."""

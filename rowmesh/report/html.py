@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
+
+_GENERATOR = '<meta name="generator" content="rowmesh">'
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is a page of rowmesh's."""
+    with path.open("rb") as file:
+        return _GENERATOR.encode() in file.read(500)
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -18,6 +27,7 @@ def page(title: str, parts: Iterable[str]) -> str:
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{_GENERATOR}\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n"
         "</main>\n</body>\n</html>\n"

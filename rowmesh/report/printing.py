@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.box import HEAVY_HEAD, Box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Column, Table
+from rich.text import Text
+
+from rowmesh.files.printable import printable
 
 _ANY_WIDTH = 10_000
 
@@ -15,7 +18,7 @@ _ANY_WIDTH = 10_000
 def write(console: Console, *lines: str) -> None:
     """Prints lines as they are, whatever their length and characters."""
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def show(console: Console, table: Table) -> None:
@@ -23,9 +26,17 @@ def show(console: Console, table: Table) -> None:
 
     No column is narrower than its longest number, as rich would leave a part of it out.
     """
+    for column in table.columns:
+        column.header, *cells = map(_plain, (column.header, *column.cells))
+        column._cells[:] = cells
     for part in _fitting(console, table) if console.is_terminal else [table]:
         _widen(part, console)
         console.print(part, crop=False)
+
+
+def _plain(cell: RenderableType) -> RenderableType:
+    """A cell whose text is shown as it is: brackets in a name are no markup, and control characters no commands."""
+    return Text(printable(cell)) if isinstance(cell, str) else cell
 
 
 def _widen(table: Table, console: Console) -> None:

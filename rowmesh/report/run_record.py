@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from rowmesh.errors import RowmeshError
+from rowmesh.files.secrets import masked_values
 from rowmesh.observe.step_clock import STAGES
 from rowmesh.report.timeline import Timeline, read_timeline
 from rowmesh.report.traffic import Traffic, read_traffic
@@ -166,7 +167,7 @@ def read_run(folder: Path) -> RunRecord:
         raise RowmeshError(f"{folder} is no run: it has neither config.toml nor metrics.jsonl; give a run's folder")
     lines = list(_lines(run.metrics, missing))
     train = [line for line in lines if line.get("kind") == "train"]
-    config = _read(run.config, tomllib.loads, missing)
+    config = masked_values(_read(run.config, tomllib.loads, missing))
     evaluations: dict[str, list[Record]] = {}
     for line in lines:
         if line.get("kind") != "train":

@@ -20,6 +20,7 @@ from rowmesh.errors import PeerError, RowmeshError, Terminated
 from rowmesh.faults import reach
 from rowmesh.files.advice import as_refusal, described
 from rowmesh.files.links import link_tree
+from rowmesh.files.secrets import masked_values
 from rowmesh.observe.json_lines import utc_text
 from rowmesh.placement.text import bytes_text
 from rowmesh.train.config import Config
@@ -213,7 +214,7 @@ class Checkpoints:
             "written": utc_text(),
             "data": job.data.place,
             "identity": job.data.identity,
-            "config": anchored(job.config).model_dump(exclude_none=True),
+            "config": masked_values(anchored(job.config).model_dump(exclude_none=True)),
             "plan": job.embeddings.plan.to_json(),
         }
 

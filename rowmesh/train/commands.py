@@ -20,6 +20,7 @@ from rowmesh.checkpoint.series import Series
 from rowmesh.checkpoint.together import on_every_rank
 from rowmesh.errors import RowmeshError
 from rowmesh.faults import reach
+from rowmesh.files.printable import say
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.threads import fit_threads
 from rowmesh.mesh.together import on_rank_0
@@ -27,6 +28,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe import Progress, environment_report
 from rowmesh.observe.lines import fitted
 from rowmesh.observe.trackers import check_trackers
+from rowmesh.observe.trackers.prometheus import check_free
 from rowmesh.train.about import about_run
 from rowmesh.train.best import remove_best
 from rowmesh.train.build import build
@@ -44,7 +46,7 @@ from rowmesh.train.placement import Placement, evaluation_placement
 from rowmesh.train.preflight import check_memory
 from rowmesh.train.publications import Publications
 from rowmesh.train.raw import raw_metadata, remember_forms
-from rowmesh.train.report import describe, describe_training, model_text, warn_of_space
+from rowmesh.train.report import describe, describe_training, model_text, password_lines, warn_of_space
 from rowmesh.train.resolve import anchored, resolve, to_toml
 from rowmesh.train.resuming import Resume, Start, find_start, load_newest, resumed_placement
 from rowmesh.train.run_folder import ABOUT, CONFIG, ENVIRONMENT, PLAN, Claim, RunFolder, write_json
@@ -55,6 +57,7 @@ from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
 from rowmesh.train.tasks import open_data, task_of
 from rowmesh.train.trainer import Trainer
+from rowmesh.train.trust import check_trusted, seal_of
 
 AtEnd = Callable[[RunFolder], str]
 """Something that rank 0 does with the folder of a run at its end; returns a line about it, and never fails."""
@@ -87,6 +90,8 @@ def run_training(
         Preempted: a signal came while the run writes checkpoints, and one is written.
     """
     check_trackers(config.run.trackers)
+    if config.run.prometheus_file:
+        check_free(Path(config.run.prometheus_file))
     check_importable(config.model)
     check_device(config)
     data = open_data(config, verify=verify)
@@ -110,6 +115,7 @@ def run_training(
         )
         trainer = Trainer(job)
         publications = stack.enter_context(closing(Publications(job)))
+        _write(mesh, *password_lines(config))
         _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
         meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
         if (former := None if start.steps else check_start(config, lambda: meaning)) is not None:
@@ -149,6 +155,7 @@ def run_evaluation(
     verify: bool = True,
     fits_threads: bool = False,
     at_end: AtEnd | None = None,
+    trust: bool = False,
 ) -> Evaluation:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
 
@@ -162,6 +169,7 @@ def run_evaluation(
         verify: compare what is read of the model with its checksums.
         fits_threads: as for `run_training`.
         at_end: what to do with the evaluated run.
+        trust: import the module of an own model that the folder names, also where no run of this user left the folder.
 
     Raises:
         RowmeshError: there is no model, it is damaged, no such data or split, or the data have another vocabulary.
@@ -170,6 +178,8 @@ def run_evaluation(
     if not run.config.exists():
         raise RowmeshError(f"{folder} is no run: {run.config.name} is missing; give the folder of a finished run")
     config = resolve(run.config, overrides)
+    if config.model.is_own and config.model.name == resolve(run.config).model.name:
+        check_trusted(run.path, config.model.name, run.seal, trust=trust, how="pass --trust")
     check_importable(config.model, trained_from=run.started_in)
     manifest = checkpoint.read_manifest(run.model)
     # Another schema that is named on purpose is read; its meaning is compared below.
@@ -203,6 +213,8 @@ def run_evaluation(
 def _begin(claim: Claim, config: Config, placement: Placement, about: dict[str, Any], *, goes_on: bool) -> RunFolder:
     """Leaves what the run is, and returns where it writes. Folders are kept absolute beside what was given."""
     given = {"run.folder": config.run.folder, "data.folder": config.data.folder, "from": str(Path.cwd())}
+    if config.model.is_own and (seal := seal_of(config.model.name)) is not None:
+        given["seal"] = seal
     given["id"] = (goes_on and claim.unfinished.id) or secrets.token_hex(8)
     files = {
         CONFIG: to_toml(anchored(config)),
@@ -349,7 +361,7 @@ def _write_metrics(path: Path, record: dict[str, Any]) -> None:
 
 def _write(mesh: Mesh, *lines: str) -> None:
     if mesh.rank == 0 and lines:
-        print(*fitted(lines, sys.stdout), sep="\n", flush=True)  # noqa: T201
+        say(*fitted(lines, sys.stdout))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from rowmesh.models.two_tower import IN_BATCH
 from rowmesh.suggest import hint
 from rowmesh.train.checkpoint_config import CheckpointConfig
 from rowmesh.train.publish_config import PublishConfig
-from rowmesh.train.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section
+from rowmesh.train.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section, Source
 from rowmesh.train.sequence.options import SequenceOptions
 from rowmesh.train.table_config import TablesConfig
 
@@ -80,9 +80,9 @@ class DataConfig(Section):
         test: the split evaluated at the end; of raw data a folder or file of other rows.
     """
 
-    folder: Folder
+    folder: Source
     source: Literal["prepared", "raw"] = "prepared"
-    raw_schema: str = ""
+    raw_schema: Folder = ""
     stream: str = ""
     follow: bool = False
     hash_seed: Count = 0
@@ -91,7 +91,7 @@ class DataConfig(Section):
     shuffle: bool = True
     train: str = "train"
     validation: str = "validation"
-    test: str = "test"
+    test: Source = "test"
 
     @property
     def is_raw(self) -> bool:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +30,8 @@ from rowmesh.train.config import ModelConfig
 from rowmesh.train.targets import Target, total_loss
 
 TRIAL_SAMPLES = 2
+_BINDING = {"*", "__getattr__", "globals", "locals", "vars", "setattr", "exec"}
+"""Names in a module that may give it others, which its text does not show."""
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,6 +53,7 @@ def find_class(name: str) -> type[nn.Module]:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:  # as in `python -m rowmesh`; installed packages come first
         sys.path.append(here)
+    _look_before(name)
     try:
         module = import_module(place)
     except ModuleNotFoundError as error:
@@ -68,6 +74,56 @@ def find_class(name: str) -> type[nn.Module]:
     if not (inspect.isclass(found) and issubclass(found, nn.Module)):
         raise ModelError(f"model.name = {name!r} is {_kind(found)}; it must be a class derived from torch.nn.Module")
     return cast(type[nn.Module], found)
+
+
+def _look_before(name: str) -> None:
+    """Refuses what is seen to be no model in the text of a module, before importing runs the module.
+
+    Raises:
+        ModelError: the module has no such class, or it is derived from nothing.
+    """
+    place, _, attribute = name.partition(":")
+    path = _source_of(place)
+    if path is None:
+        return
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return  # importing says what is wrong
+    bound, names = defaultdict[str, list[ast.AST]](list), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            bound[node.name].append(node)
+        elif isinstance(node, ast.alias):
+            bound[node.asname or node.name.partition(".")[0]].append(node)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+            if isinstance(node.ctx, ast.Store):
+                bound[node.id].append(node)
+    if attribute not in bound and not (bound.keys() | names) & _BINDING:
+        classes = [key for key, nodes in bound.items() if any(isinstance(node, ast.ClassDef) for node in nodes)]
+        raise ModelError(f"model.name = {name!r}: {path} has no {attribute}{hint(attribute, classes)}")
+    if attribute in bound and all(_is_bare_class(node) for node in bound[attribute]):
+        raise ModelError(
+            f"model.name = {name!r} is a class derived from nothing; it must be one derived from torch.nn.Module"
+        )
+
+
+def _is_bare_class(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and not (node.bases or node.keywords or node.decorator_list)
+
+
+def _source_of(place: str) -> Path | None:
+    """The text of a module, found as importing would find it, but without importing the packages above it."""
+    search, spec = None, None
+    names = place.split(".")
+    for depth in range(len(names)):
+        spec = PathFinder.find_spec(".".join(names[: depth + 1]), search)
+        if spec is None:
+            return None
+        search = spec.submodule_search_locations
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
 
 
 def check_importable(config: ModelConfig, trained_from: str = "") -> None:

@@ -27,6 +27,8 @@ from rowmesh.train.trained_model import TrainedModel, load_finished
 logger = logging.getLogger("rowmesh")
 LINE = "line"
 
+_QUARANTINED = b'{"file": '  # how lines of bad rows begin
+
 
 @dataclass(frozen=True)
 class Predicted:
@@ -59,6 +61,7 @@ def predict(
     max_bad_rows: int = 100,
     overwrite: bool = False,
     verify: bool = True,
+    trust: bool = False,
     progress: Progress = silent,
     log: Callable[[str], object] = logger.info,
 ) -> Predicted:
@@ -76,6 +79,7 @@ def predict(
         max_bad_rows: one bad row more stops the prediction.
         overwrite: replace `out`.
         verify: compare what is read of the model and of the data with their checksums.
+        trust: import the module of an own model that the folder names, also where no run of this user left the folder.
         progress: called with what is being done, and the share that is done.
         log: receives a line for the model that is the best of its run, and for each of the model and the data that is
             not verified.
@@ -90,11 +94,11 @@ def predict(
     for line in finished.remarks(prepared, verify=verify):
         log(line)
     schema = prepared.schema.for_scoring(keep, has_label=has_label)
-    model = load_finished(finished, prepared, verify=verify)
+    model = load_finished(finished, prepared, verify=verify, trust=trust)
     _check_kept(keep, model.score_names)
     if schema.format == "parquet":
         model.encoder.check_forms(file, schema, read_types(file))
-    path = out.with_name(f"{out.name}.quarantine.jsonl")
+    path = _quarantine_of(out)
     path.unlink(missing_ok=True)  # of a former prediction
     with Quarantine(path, max_bad_rows, keep_at=path) as quarantine, replacing_file(out) as sink:
         num_rows, totals = 0, torch.zeros(len(model.score_names), dtype=torch.float64)
@@ -121,10 +125,23 @@ def _check_arguments(file: Path, out: Path, keep: Sequence[str], max_bad_rows: i
     if not file.is_file():
         raise DataError(f"{file}: no such file")
     check_output(out, read=file, overwrite=overwrite)
+    check_output(_quarantine_of(out), read=file, overwrite=overwrite, is_own=is_quarantine)
     if max_bad_rows < 0:
         raise ConfigurationError(f"max_bad_rows must be 0 or more, got {max_bad_rows}")
     if len(set(keep)) < len(keep):
         raise ConfigurationError("--keep names a column twice; name it once")
+
+
+def is_quarantine(path: Path) -> bool:
+    """Whether a file has the bad rows of a former prediction."""
+    with path.open("rb") as file:
+        begin = file.read(len(_QUARANTINED))
+    return begin in (b"", _QUARANTINED)
+
+
+def _quarantine_of(out: Path) -> Path:
+    """Where bad rows go."""
+    return out.with_name(f"{out.name}.quarantine.jsonl")
 
 
 def _check_kept(keep: Sequence[str], scores: Sequence[str]) -> None:

@@ -13,12 +13,13 @@ import torch
 import rowmesh
 from rowmesh.data.prepared import Prepared, Split
 from rowmesh.data.raw import RawData
+from rowmesh.files.secrets import places_of_passwords
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
 from rowmesh.train.checks import SETTING_UP
-from rowmesh.train.config import ScheduleConfig, chosen
+from rowmesh.train.config import Config, ScheduleConfig, chosen
 from rowmesh.train.evaluation import Evaluation
 from rowmesh.train.job import Job
 from rowmesh.train.metrics import Metrics, binary_entropy
@@ -124,6 +125,17 @@ def model_text(metadata: Mapping[str, Any]) -> str:
     )
     key, loss = found[0]
     return f"{best}: after step {steps}, {_CRITERIA[key]} {loss:.5f}"
+
+
+def password_lines(config: Config) -> list[str]:
+    """What to do about passwords that stand in a configuration; no lines where there are none."""
+    places = list(places_of_passwords(config.model_dump(exclude_none=True)))
+    if not places:
+        return []
+    return [
+        f"password  {', '.join(places)}: a URL has a password, which the files of the run show as ***; write $NAME in "
+        "its place, and keep it in the variable NAME of the environment: evaluating the run finds it there, too"
+    ]
 
 
 def warn_of_space(job: Job, folder: Path) -> list[str]:

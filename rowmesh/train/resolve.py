@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from rowmesh.data.raw import is_server
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.secrets import masked_values
 from rowmesh.publish.opening import split_url
 from rowmesh.train.config import Config
 from rowmesh.train.mistakes import explain
@@ -100,8 +101,11 @@ def _anchored_data(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def to_toml(config: Config) -> str:
-    """Every key and its value, defaults included; `resolve` reads the same configuration back from a file."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """Every key and its value, defaults included; `resolve` reads the same configuration back from a file.
+
+    Passwords in URLs are masked.
+    """
+    return tomli_w.dumps(masked_values(config.model_dump(exclude_none=True)))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

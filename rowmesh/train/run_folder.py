@@ -129,6 +129,11 @@ class RunFolder:
         """The name of the run for trackers, which it keeps when it is resumed; "" where it has none."""
         return self._asked("id")
 
+    @property
+    def seal(self) -> str:
+        """What `rowmesh.train.trust` left here; "" where that is nothing."""
+        return self._asked("seal")
+
     def _asked(self, key: str) -> str:
         manifest = Manifest.read(self._at(MANIFEST).parent)
         return "" if manifest is None else str(manifest.request.get(key, ""))

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rowmesh.collection import EmbeddingCollection
+from rowmesh.files.secrets import masked_values
 from rowmesh.observe import CounterLog, JsonLines, Progress
 from rowmesh.observe.counters import Source
 from rowmesh.observe.json_lines import utc_text
@@ -135,7 +136,7 @@ def _trackers(job: Job, run: RunFolder, log: Callable[[str], None], after: int) 
     more = {}
     if wanted.prometheus_file:
         more["prometheus_file"] = lambda run: PrometheusFile(Path(wanted.prometheus_file), run)
-    tracked = TrackedRun(run.path, named, job.config.model_dump(), log, run.id, after)
+    tracked = TrackedRun(run.path, named, masked_values(job.config.model_dump()), log, run.id, after)
     return Trackers(tracked, wanted.trackers, more)
 
 

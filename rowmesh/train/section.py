@@ -7,6 +7,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from rowmesh.data.raw import is_server
+from rowmesh.files.places import local_path
+
 Auto = Literal["auto"]
 AUTO: Final = "auto"
 _LARGEST = 2**31 - 1
@@ -14,8 +17,17 @@ Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Folder = Annotated[str, AfterValidator(lambda text: str(Path(text).expanduser()) if text.startswith("~") else text)]
-"""A path; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
+
+
+def _local(text: str) -> str:
+    local_path(text, "the path")
+    return str(Path(text).expanduser()) if text.startswith("~") else text
+
+
+Folder = Annotated[str, AfterValidator(_local)]
+"""A path of this machine; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
+Source = Annotated[str, AfterValidator(lambda text: text if is_server(text) else _local(text))]
+"""A path, or the URL of a server; what it is decides where it is read."""
 
 
 class Section(BaseModel):

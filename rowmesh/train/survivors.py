@@ -32,6 +32,7 @@ from rowmesh.errors import CheckpointError, PeerError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.faults import reach
 from rowmesh.files.links import link_tree
+from rowmesh.files.printable import say
 from rowmesh.mesh.joining import CERTAIN_S
 from rowmesh.mesh.patience import LOOK_S, patiently
 from rowmesh.mesh.peers import Peers
@@ -126,7 +127,7 @@ class Survivors:
             if not self.reason:
                 self._requests.ignore_signals()
                 if text := self._outcome(standing(), state):
-                    print(text, flush=True)  # noqa: T201
+                    say(text)
             raise
 
     def _outcome(self, standing: Standing, state: State) -> str:

@@ -21,6 +21,7 @@ from rowmesh.data.prepared import Prepared
 from rowmesh.data.raw import RawData
 from rowmesh.data.raw.encoder import raw_batch, raw_encoder
 from rowmesh.errors import DataError, RowmeshError
+from rowmesh.files.places import local_path
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
@@ -31,6 +32,7 @@ from rowmesh.train.finished import FinishedRun
 from rowmesh.train.job import Job
 from rowmesh.train.placement import Placement, shapes_of
 from rowmesh.train.resolve import resolve
+from rowmesh.train.trust import check_trusted
 
 
 class DataFrame(Protocol):
@@ -138,7 +140,9 @@ class TrainedModel(nn.Module):
         return ("score",) if len(names) == 1 else tuple(f"score_{name}" for name in names)
 
 
-def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool = True) -> TrainedModel:
+def load_run(
+    folder: str | Path, *, data: str | Path | None = None, verify: bool = True, trust: bool = False
+) -> TrainedModel:
     """The model of a finished run, for raw values, in this process and on the CPU, however it was trained.
 
     Tables lie as in training: tensor-train tables as cores, tiered ones in tiers; every other row is in memory.
@@ -148,6 +152,7 @@ def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool
         data: the prepared data of the training, where they are no longer where they were; their vocabularies are read.
             Of a run on raw rows nothing is read but its schema.
         verify: compare what is read with its checksums.
+        trust: import the module of an own model that the folder names, also where no run of this user left the folder.
 
     Raises:
         RowmeshError: there is no model, it or the data are damaged, or the data are not those of the training.
@@ -158,19 +163,25 @@ def load_run(folder: str | Path, *, data: str | Path | None = None, verify: bool
         model = rowmesh.load_run("runs/criteo")
         scores = model({"price": [3.5, None], "user": ["ann", "bob"], "tags": [["new", "red"], []]})
     """
-    finished = FinishedRun.open(Path(folder))
+    finished = FinishedRun.open(local_path(folder, "folder"))
     prepared = finished.scored_data(Path(data) if data is not None else None, verify=verify)
-    return load_finished(finished, prepared, verify=verify)
+    return load_finished(finished, prepared, verify=verify, trust=trust)
 
 
-def load_finished(finished: FinishedRun, data: Prepared | RawData, *, verify: bool = True) -> TrainedModel:
+def load_finished(
+    finished: FinishedRun, data: Prepared | RawData, *, verify: bool = True, trust: bool = False
+) -> TrainedModel:
     """As `load_run`, with the data opened.
 
     Raises:
         RowmeshError: see `load_run`.
     """
+    trained = resolve(finished.folder.config)
+    if trained.model.is_own:
+        run = finished.folder
+        check_trusted(run.path, trained.model.name, run.seal, trust=trust, how="pass --trust (trust=True in a program)")
     finished.check_meaning(data, "the same ids and values mean something else")
-    config, _ = choose_defaults(for_one_process(resolve(finished.folder.config)), data)
+    config, _ = choose_defaults(for_one_process(trained), data)
     mesh, shapes = Mesh(timeout_s=config.parallel.timeout_s), shapes_of(config, data)
     with ExitStack() as stack:
 

@@ -133,7 +133,9 @@ def test_graphs_are_refused(own_file, monkeypatch):
 
 
 def test_a_module_that_fails_says_where(tmp_path, monkeypatch):
-    (tmp_path / "broken_model.py").write_text("import torch\n\nraise KeyError('no')\n")
+    (tmp_path / "broken_model.py").write_text(
+        "import torch\n\nraise KeyError('no')\nclass Mine(torch.nn.Module): pass\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError, match=r"importing broken_model failed: KeyError: 'no' \(.*broken_model.py:3\)"):
         find_class("broken_model:Mine")

@@ -7,8 +7,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rowmesh.errors import ConfigurationError
 from rowmesh.files.atomic import write_text
 from rowmesh.observe.trackers import TrackedRun
+
+_BEGIN = b"# TYPE rowmesh_"
 
 
 class PrometheusFile:
@@ -48,6 +51,23 @@ class PrometheusFile:
             lines.append(f"# TYPE {metric} gauge")
             lines += [f"{metric}{{{labels}}} {value!r}" for labels, value in sorted(values.items())]
         return "\n".join(lines) + "\n"
+
+
+def check_free(path: Path) -> None:
+    """Refuses a file that no run has written.
+
+    Raises:
+        ConfigurationError: something else is there; names it.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        begin = file.read(len(_BEGIN))
+    if begin and begin != _BEGIN:
+        raise ConfigurationError(
+            f"run.prometheus_file={str(path)!r} is there, and no run of rowmesh wrote it; name another file, or move "
+            "it elsewhere"
+        )
 
 
 def _labels(labels: Mapping[str, str]) -> str:
