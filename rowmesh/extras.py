@@ -23,7 +23,7 @@ def load(module: str, extra: str, purpose: str) -> Any:
         >>> load("no_such_package", "reorder", "reordering works")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        rowmesh.errors.ConfigurationError: ... with no_such_package, which cannot be imported ... 'rowmesh[reorder]'
+        rowmesh.errors.ConfigurationError: ... with no_such_package, which cannot be imported ... '.[reorder]'
     """
     try:
         return importlib.import_module(module)
@@ -31,7 +31,7 @@ def load(module: str, extra: str, purpose: str) -> Any:
         package = module.partition(".")[0]
         raise ConfigurationError(
             f"{purpose} with {_NAMES.get(package, package)}, which cannot be imported ({error}); "
-            f"run: pip install 'rowmesh[{extra}]'"
+            f"run, in a checkout of rowmesh: pip install '.[{extra}]'"
         ) from error
 
 

@@ -156,3 +156,10 @@ def test_every_public_name_can_be_imported():
     assert all(getattr(rowmesh, name) for name in rowmesh.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Collection'"):
         rowmesh.Collection  # noqa: B018
+
+
+def test_the_page_for_contributors_lists_the_layers():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    listed = next(block for block in text.split("```") if block.startswith("\nerrors"))
+    found = [{name.strip() for name in layer.split(",")} for layer in listed.split("→")]
+    assert found == LAYERS[:-1], "all but __main__"

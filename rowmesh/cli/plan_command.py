@@ -72,7 +72,10 @@ class Links:
         if self.ranks is None:
             return Topology.load(self.topology or config.placement.topology)
         per_node = self.ranks if self.ranks_per_node is None else self.ranks_per_node
-        if self.ranks < 1 or per_node < 1 or self.ranks % per_node:
+        for option, count in (("--ranks", self.ranks), ("--ranks-per-node", per_node)):
+            if count < 1:
+                raise ConfigurationError(f"{option} {count}: there is no such number of ranks; give 1 or more")
+        if self.ranks % per_node:
             raise ConfigurationError(
                 f"--ranks {self.ranks} do not make nodes of --ranks-per-node {per_node}: all nodes have equally many"
             )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+
+_LATEST_S = 1 << 42  # in microseconds they are int64
 
 
 def recommend(
@@ -84,8 +87,7 @@ def recommend(
     show(console, shown)
     if len(rows) < done.table.num_rows:
         write(console, f"shown     the first user, {len(rows)} of {done.table.num_rows:,} rows; the file has the rest")
-    moment = datetime.fromtimestamp(done.at, UTC).isoformat()
-    write(console, f"items     {out}: {done.table.num_rows:,} rows, asked for at {moment}")
+    write(console, f"items     {out}: {done.table.num_rows:,} rows, asked for at {_moment(done.at)}")
     for count, what in (
         (done.num_unknown, "of items that the training did not have"),
         (done.num_later, "after that time"),
@@ -98,6 +100,18 @@ def recommend(
         write(console, f"nothing   for {', '.join(done.without[:5])}{more}: no event of theirs can be read")
 
 
+def _moment(seconds: int) -> str:
+    """Since 1970, as a time where that is in the years that Python has.
+
+    >>> _moment(86400), _moment(1 << 40)
+    ('1970-01-02T00:00:00+00:00', '1,099,511,627,776 s after 1970')
+    """
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat()
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:,} s after 1970"
+
+
 def _seconds(text: str) -> int:
     """Since 1970.
 
@@ -106,10 +120,10 @@ def _seconds(text: str) -> int:
     """
     from rowmesh.errors import ConfigurationError
 
-    try:
-        return int(text)
-    except ValueError:
-        pass
+    with suppress(ValueError):
+        seconds = int(text)
+        if abs(seconds) < _LATEST_S:
+            return seconds
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

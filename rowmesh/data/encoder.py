@@ -149,12 +149,13 @@ def prepared_encoder(prepared: Prepared) -> Encoder:
 
     def encode(name: str, values: pa.Array) -> NDArray[np.int32]:
         rows = vocabularies[prepared.schema.table_of(name)].find(values)
-        unseen = rows < 0
-        rows[unseen] = prepared.table(name).rare_row
-        encoder.unseen[name] += int(unseen.sum())
+        is_unseen = rows < 0
+        rows[is_unseen] = prepared.table(name).rare_row
+        unseen[name] += int(is_unseen.sum())
         return rows
 
     encoder = Encoder(prepared, encode)
+    unseen = encoder.unseen  # the encoder itself would be part of a cycle, and its vocabularies stay for a while
     return encoder
 
 

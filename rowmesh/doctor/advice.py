@@ -235,7 +235,12 @@ def _gpus(facts: Facts) -> Finding:
         return Finding("gpu", "ok", "none; rows and networks are on the CPU")
     text = f"{len(facts.gpus)}: {', '.join(dict.fromkeys(facts.gpus))}"
     if facts.versions.get("triton") is None:
-        return Finding("gpu", "slow", f"{text}; no triton, so tables cannot be there", "pip install 'rowmesh[gpu]'")
+        return Finding(
+            "gpu",
+            "slow",
+            f"{text}; no triton, so tables cannot be there",
+            "in a checkout of rowmesh: pip install '.[gpu]'",
+        )
     if not facts.has_nccl:
         return Finding("gpu", "slow", f"{text}; torch without NCCL", "install a CUDA build of torch for Linux")
     return Finding("gpu", "ok", f"{text}; NCCL and triton are there; train.device=cuda uses them")

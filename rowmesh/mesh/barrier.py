@@ -209,7 +209,7 @@ class Barrier:
         dead = [rank for rank in mesh.dead_ranks() if rank not in left]
         # A rank may come and end its run between these two looks; then it is not missed.
         if dead and self._missing() >= 0:
-            self._leave(mesh.died(dead, "the others waited"))
+            self._leave(mesh.died(dead, "the others waited, or left the program before them"))
         if mesh.cancellation.is_set:
             self._leave(PeerError(f"{me}: stopped waiting for the others: something else failed"))
         absent = [mesh.name(rank) for rank, flag in enumerate(flags) if flag < self._generation]

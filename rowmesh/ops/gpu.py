@@ -118,7 +118,7 @@ def require_triton(device: str | torch.device) -> None:
     if importlib.util.find_spec("triton") is None:
         raise ConfigurationError(
             f"device {str(device)!r} needs triton, which is not installed: install a CUDA build of torch, which brings "
-            "it, or pip install 'rowmesh[gpu]'; or use device 'cpu'"
+            "it, or pip install '.[gpu]' in a checkout of rowmesh; or use device 'cpu'"
         )
 
 

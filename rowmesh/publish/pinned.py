@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from rowmesh.errors import ConfigurationError, DataError
+from rowmesh.errors import ConfigurationError, DataError, StoreError
 from rowmesh.ops.initialize.cpu import STREAM, initialize_slots
 from rowmesh.publish.generation import Generation, PublishedTable
 from rowmesh.publish.target import Rows
@@ -38,8 +38,18 @@ class PinnedGeneration:
     missing: Missing | None
 
     def network(self) -> Mapping[str, Any]:
-        """The network's `state_dict()`, on the CPU."""
-        return torch.load(io.BytesIO(self.state), map_location="cpu", weights_only=True)
+        """The network's `state_dict()`, on the CPU.
+
+        Raises:
+            StoreError: it is damaged.
+        """
+        try:
+            state = torch.load(io.BytesIO(self.state), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises many kinds on damaged files
+            raise StoreError(_damaged_network(str(error) or type(error).__name__)) from None
+        if not isinstance(state, Mapping):
+            raise StoreError(_damaged_network(f"it holds {type(state).__name__}, no state dictionary"))
+        return state
 
     def look_up(self, table: str, ids: ArrayLike) -> np.ndarray:
         """The vectors of ids; see `PublishedReader.look_up`."""
@@ -85,3 +95,7 @@ def _int64(table: str, ids: ArrayLike) -> NDArray[np.int64]:
     if given.dtype == np.uint64 and len(given) and given.max() > np.iinfo(np.int64).max:
         raise DataError(f"ids of table {table!r} must be {_IDS}, got {given.max()}, which int64 does not hold")
     return given.astype(np.int64, copy=False)
+
+
+def _damaged_network(why: str) -> str:
+    return f"the published network cannot be read: {why.splitlines()[0]}; the next generation replaces it"

@@ -98,7 +98,7 @@ CASES = [
     ("/dev/shm", {"shm_bytes": None}, {}, "ok", ""),
     ("open files", {"open_files": 256}, {}, "slow", "ulimit -n 288"),
     ("open files", {"open_files": None}, {}, "ok", ""),
-    ("gpu", {"gpus": ("H100", "H100")}, {}, "slow", "rowmesh[gpu]"),
+    ("gpu", {"gpus": ("H100", "H100")}, {}, "slow", "pip install '.[gpu]'"),
     ("gpu", {"gpus": ("H100",), "versions": {"triton": "3.5"}}, {}, "slow", "CUDA build"),
     ("gpu", {"gpus": ("H100",), "versions": {"triton": "3.5"}, "has_nccl": True}, {}, "ok", ""),
     ("network", {"address": "127.0.1.1"}, {}, "note", "export GLOO_SOCKET_IFNAME"),

@@ -1,6 +1,7 @@
 """Threads that read what is published, while others refresh and close: each reads one generation, whole."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,16 @@ def test_a_look_up_ends_that_began_before_the_reader_was_closed(published, reade
         reader.look_up("user", IDS)
     assert look_up.end() == values(1)
     assert published.target.closed == [1]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda state: state[: len(state) // 2], lambda state: b"", lambda state: b"\0" * 40]
+)
+def test_a_network_that_is_cut_says_so(published, reader, damage):
+    with reader.pin() as pinned:
+        damaged = replace(pinned, state=damage(pinned.state))
+        with pytest.raises(StoreError, match="the published network cannot be read"):
+            damaged.network()
 
 
 def test_a_closed_reader_says_so(published, reader):

@@ -26,7 +26,7 @@ from tests.support import sanitizer
 def find_obstacle() -> str | None:
     """Why kernels cannot be tested here, or None."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install 'rowmesh[gpu]'"
+        return "triton is not installed: pip install '.[gpu]'"
     version = importlib.metadata.version("triton")
     if not torch.cuda.is_available() and tuple(map(int, version.split(".")[:2])) < (3, 7):
         return f"the interpreter of triton {version} does not know NumPy 2.4: pip install 'triton>=3.7'"

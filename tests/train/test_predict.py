@@ -1,7 +1,9 @@
 """Scores of raw files and raw values: those that an evaluation of the same rows computes, however a run was trained."""
 
+import gc
 import gzip
 import json
+import weakref
 from unittest.mock import patch
 
 import numpy as np
@@ -387,3 +389,27 @@ def test_a_model_that_diverged_gives_no_scores(items, tmp_path):
 def test_one_process_even_where_others_are_launched(items, monkeypatch):
     with patch.object(Mesh, "connect", side_effect=AssertionError):
         assert rowmesh.load_run(items / "run").job.mesh.world_size == 1
+
+
+FREED = {
+    **{name: LAYOUTS[name] for name in ("plain", "tensor-train", "tiered")},
+    "dynamic": ["tables.storage=dynamic", "tables.dynamic.capacity=500", "tables.initializer.bound=0.1"],
+}
+
+
+@pytest.mark.parametrize("layout", FREED)
+def test_a_model_is_freed_with_its_last_reference(config_file, tmp_path, layout):
+    """Programs that load one model after the other hold one, and do not wait for the collector of cycles."""
+    run_training(resolve(config_file, ["train.steps=2", *FREED[layout]]))
+    gc.collect()
+    gc.disable()
+    try:
+        model = rowmesh.load_run(tmp_path / "run")
+        ids = {name: [1, 2] for name in FEATURES} | {"C3": [[1], []]}
+        model(ids | {f"I{number}": [1.0, 2.0] for number in range(1, 14)})
+        parts = (model, model.job, model.embeddings, model.network, model.encoder, model.embeddings.engine)
+        left = [weakref.ref(each) for each in parts]
+        del model, parts
+        assert [each() for each in left] == [None] * len(left)
+    finally:
+        gc.enable()

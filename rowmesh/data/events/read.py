@@ -146,7 +146,8 @@ def _times(column: pa.Array, schema: EventSchema) -> tuple[NDArray[np.int64], ND
         found = of_times(column, schema.time_format, MICROSECONDS)
         return found.fill_null(0).to_numpy(), found.is_valid().to_numpy(zero_copy_only=False)
     values, valid = _numbers(column)
-    scaled = values * _MICROSECONDS[schema.time_unit]
+    with np.errstate(over="ignore"):  # what is too large is no time
+        scaled = values * _MICROSECONDS[schema.time_unit]
     valid &= np.abs(scaled) < _LATEST
     return np.where(valid, scaled, 0).astype(np.int64), valid
 

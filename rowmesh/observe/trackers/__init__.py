@@ -115,8 +115,8 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigurationError(f"run.trackers: no tracker {name!r}; {hint}")
         elif find_spec(name) is None:
             raise ConfigurationError(
-                f"run.trackers: the package of {name!r} is not installed; pip install 'rowmesh[{name}]', or leave it "
-                "out (metrics.jsonl holds the same numbers)"
+                f"run.trackers: the package of {name!r} is not installed; in a checkout of rowmesh: pip "
+                f"install '.[{name}]', or leave it out (metrics.jsonl holds the same numbers)"
             )
 
 

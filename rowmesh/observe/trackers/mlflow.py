@@ -1,4 +1,4 @@
-"""MLflow, an extra: `pip install 'rowmesh[mlflow]'`.
+"""MLflow, an extra: `pip install '.[mlflow]'`.
 
 Server and experiment are those of its own variables (`MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`).
 """

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, an extra: `pip install 'rowmesh[tensorboard]'`."""
+"""Scalars for TensorBoard, an extra: `pip install '.[tensorboard]'`."""
 
 from __future__ import annotations
 

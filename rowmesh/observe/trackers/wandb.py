@@ -1,4 +1,4 @@
-"""Weights & Biases, an extra: `pip install 'rowmesh[wandb]'`.
+"""Weights & Biases, an extra: `pip install '.[wandb]'`.
 
 Project, entity and mode are those of its own variables (`WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_MODE=offline`).
 """

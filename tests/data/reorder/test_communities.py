@@ -24,8 +24,8 @@ def test_no_edges():
 
 def test_missing_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "sknetwork.clustering", None)
-    with pytest.raises(ConfigurationError, match=r"with scikit-network, .*; run: pip install 'rowmesh\[reorder\]'"):
+    with pytest.raises(ConfigurationError, match=r"with scikit-network, .*; run.*: pip install '\.\[reorder\]'"):
         load_louvain()
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
-    with pytest.raises(ConfigurationError, match=r"with scipy, .*; run: pip install 'rowmesh\[reorder\]'"):
+    with pytest.raises(ConfigurationError, match=r"with scipy, .*; run.*: pip install '\.\[reorder\]'"):
         Graph(np.empty((0, 2), np.int32), 4)

@@ -90,7 +90,7 @@ def test_what_is_not_there_is_named(name, message):
 @pytest.mark.parametrize("name", trackers.BUILT_IN)
 def test_a_package_that_is_missing_is_named(monkeypatch, name):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=rf"pip install 'rowmesh\[{name}\]'"):
+    with pytest.raises(ConfigurationError, match=rf"pip install '\.\[{name}\]'"):
         check_trackers([name])
 
 

@@ -130,5 +130,5 @@ def test_a_missing_solver_is_named(monkeypatch):
     counts = {"a": np.arange(30, 0, -1)}
     profile = Profile.from_counts(counts, [TableShape("a", 30, 64, 64, 4)], 100)
     request = Request(batch_size=8, mode="infer", memory_limit_bytes=1 << 20)
-    with pytest.raises(ConfigurationError, match=r"'exact_partitions' .* with scipy.*pip install 'rowmesh\[exact\]'"):
+    with pytest.raises(ConfigurationError, match=r"'exact_partitions' .* with scipy.*pip install '\.\[exact\]'"):
         exact_partitions.search(profile, Topology.uniform(2), request, 0.3)

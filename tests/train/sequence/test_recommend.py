@@ -10,7 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowmesh.cli.__main__ import main
+from rowmesh.cli.recommend import _moment, _seconds
+from rowmesh.data.events.read import read_events
+from rowmesh.data.events.schema import EventSchema
+from rowmesh.data.progress import silent
+from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.vocabulary import Vocabulary
+from rowmesh.errors import ConfigurationError
 from rowmesh.train.commands import run_training
 from rowmesh.train.resolve import resolve
 from rowmesh.train.sequence.recommend import _rows_of, recommend
@@ -106,3 +112,22 @@ def test_rows_are_found_by_the_bytes_of_names(strange):
     last = [] if "given" not in strange else [3 if "known" in strange else -1]
     assert _rows_of(coded, known).tolist() == [1, -1, 0, 2, *last]
     assert _rows_of(coded, pa.array([7, None])).tolist()[:4] == [0, -1, -1, 1]
+
+
+def test_a_moment_far_away_is_no_traceback():
+    assert _moment(1 << 41).endswith("s after 1970")
+    assert _seconds(str(1 << 41)) == 1 << 41
+    for text in ("1e308", str(10**30), "-" + "9" * 40):
+        with pytest.raises(ConfigurationError, match="is no time; give seconds since 1970"):
+            _seconds(text)
+
+
+@pytest.mark.parametrize("time", ["1e308", "-1e308", "9" * 400, "nan"])
+def test_an_event_at_a_time_that_cannot_be_is_a_bad_row(tmp_path, time):
+    """Without a warning of NumPy, which is an error here."""
+    (tmp_path / "events.csv").write_text(f"user,item,time\nu,a,{time}\nu,b,5\n")
+    schema = EventSchema.parse({"user": "user", "item": "item", "time": "time"})
+    with Quarantine(tmp_path / "bad", 10, tmp_path / "kept") as quarantine:
+        events = read_events([tmp_path / "events.csv"], tmp_path / "read", schema, quarantine, silent)
+        assert [block["time"].tolist() for block in events.blocks()] == [[5_000_000]]
+    assert quarantine.num_bad_rows == 1
