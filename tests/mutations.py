@@ -1,17 +1,20 @@
-"""Faults that the tests must find: each mutation breaks one line of the exchange, and some test has to fail.
+"""Faults that the tests must find: each mutation breaks one line of the package, and some test has to fail.
 
     python -m tests.mutations                 # all of them, a few minutes each on a busy machine
     python -m tests.mutations --only relay    # those whose name contains a word
     python -m tests.mutations --list
 
-Prints one JSON line a mutation, and at the end {"summary": {"killed": 31, "of": 31, "others": {}}}. A mutation whose
-line is not in its file any more is an error: move it along with the code.
+The tests are those that run before a change lands: what `make test` runs of the files of a mutation, and where all of
+that passes, what `make test-listed` runs of them. Prints one JSON line a mutation, and at the end
+{"summary": {"killed": 43, "of": 43, "others": {}}}. A mutation whose line is not in its file any more is an error:
+move it along with the code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 1200
+MARKS = ("not slow", "listed")  # what `make test` runs, then what `make test-listed` does
+PASSED, FAILED, NO_TESTS = 0, 1, 5  # how pytest ends
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.
 
 GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/merging.py"
 WINDOW, EXCHANGE = "rowmesh/ops/window/cpu.py", "rowmesh/exchange"
+DYNAMIC, CHECKPOINT, SEQUENCE = "rowmesh/dynamic", "rowmesh/checkpoint", "rowmesh/train/sequence"
+PUBLISHER = "rowmesh/publish/publisher.py"
 
 MUTATIONS = [
     Mutation(
@@ -267,6 +274,90 @@ MUTATIONS = [
         "by_slot = (places < 1)",
         DEVICE,
     ),
+    Mutation(
+        "dynamic: ids live a step too long",
+        f"{DYNAMIC}/expiry.py",
+        "past = max(past, step - rules.ttl_steps)",
+        "past = max(past, step - rules.ttl_steps - 1)",
+        "tests/dynamic/test_shards.py",
+    ),
+    Mutation(
+        "dynamic: windows of counts begin a step late",
+        f"{DYNAMIC}/shards.py",
+        "window = step // self.rules.window_steps if",
+        "window = max(step - 1, 0) // self.rules.window_steps if",
+        "tests/dynamic/test_shards.py",
+    ),
+    Mutation(
+        "dynamic: what is taken back stays counted",
+        f"{DYNAMIC}/shards.py",
+        "            before.uncount()\n",
+        "            pass\n",
+        "tests/dynamic/test_undo.py",
+    ),
+    Mutation(
+        "dynamic: a record that was not written yet is not found",
+        f"{DYNAMIC}/demoted.py",
+        "        for change in reversed(changes):\n",
+        "        for change in ():\n",
+        "tests/dynamic/test_demoted.py tests/dynamic/test_demoted_stores.py",
+    ),
+    Mutation(
+        "checkpoint: older rows are put over newer ones",
+        f"{CHECKPOINT}/chain.py",
+        "newer = list(zip(entries[:-1], files[:-1], strict=True))[::-1]",
+        "newer = list(zip(entries[:-1], files[:-1], strict=True))",
+        "tests/checkpoint/test_chain.py",
+    ),
+    Mutation(
+        "checkpoint: what an increment adds to is removed",
+        f"{CHECKPOINT}/series.py",
+        "            kept.update(self._parents(step))\n",
+        "            pass\n",
+        "tests/checkpoint/test_series.py tests/checkpoint/test_chain.py",
+    ),
+    Mutation(
+        "checkpoint: rows that steps change meanwhile are written as they are then",
+        f"{CHECKPOINT}/store_snapshot.py",
+        "return self._rows.restored(copied, claimed, out)",
+        "return copied",
+        "tests/checkpoint/test_snapshot.py",
+    ),
+    Mutation(
+        "publish: what a generation changes is removed",
+        PUBLISHER,
+        "            if other not in needed:\n",
+        "            if other != number:\n",
+        "tests/publish/test_publisher.py",
+    ),
+    Mutation(
+        "publish: ids that are gone are served",
+        PUBLISHER,
+        "if not is_whole and len(change.deleted):",
+        "if is_whole and len(change.deleted):",
+        "tests/publish/test_publisher.py",
+    ),
+    Mutation(
+        "sequences: items of more than 50 events ago count as unseen",
+        f"{SEQUENCE}/evaluation.py",
+        "spans(data.offsets[:-1][users], data.targets(split)[users])",
+        "spans(np.maximum(data.offsets[:-1], data.targets(split) - 50)[users], data.targets(split)[users])",
+        "tests/train/sequence/test_evaluation.py",
+    ),
+    Mutation(
+        "sequences: every epoch has the same negatives",
+        f"{SEQUENCE}/batches.py",
+        "drawn = self._scored.ids(events, number, number // self.num_batches)",
+        "drawn = self._scored.ids(events, number, 0)",
+        "tests/train/sequence/test_batches.py",
+    ),
+    Mutation(
+        "sequences: every position of a user has the same negatives",
+        f"{SEQUENCE}/batches.py",
+        "places = _places(events.offsets.numpy()).astype(np.uint64)",
+        "places = _places(events.offsets.numpy()).astype(np.uint64) * np.uint64(0)",
+        "tests/train/sequence/test_batches.py",
+    ),
 ]
 
 
@@ -277,16 +368,24 @@ def outcome(mutation: Mutation, folder: Path) -> str:
     if text.count(mutation.old) != 1:
         return f"error: {mutation.file} has the line {text.count(mutation.old)} times"
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     try:
-        done = subprocess.run(
-            [*command, *mutation.tests.split()], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
+        for marks in MARKS:
+            status = _run(marks, mutation.tests, folder)
+            if status not in (PASSED, NO_TESTS):
+                return "killed" if status == FAILED else f"error: pytest ended with {status}"
     except subprocess.TimeoutExpired:
         return "killed"
     finally:
         path.write_text(text, encoding="utf-8")
-    return {0: "survived", 1: "killed"}.get(done.returncode, f"error: pytest ended with {done.returncode}")
+    return "survived"
+
+
+def _run(marks: str, tests: str, folder: Path) -> int:
+    """How pytest ends in a copy of the repository."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests.split()]
+    # Also the processes that tests start elsewhere import the copy.
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=TIMEOUT_S).returncode
 
 
 def main() -> int:

@@ -199,7 +199,8 @@ class Runner:
                 self._changed.notify_all()
             self._join()
             self._tell_when_silent()
-        return None if self._is_told else self._error
+        error, self._error = self._error, None  # its traceback has the batches of the loop, and so their memory
+        return None if self._is_told else error
 
     def _join(self) -> None:
         deadline = time.monotonic() + _GIVE_UP_S

@@ -18,7 +18,7 @@ class ReferenceCores:
     def __init__(self, table: TableSpec, seed: int, dtype: torch.dtype) -> None:
         self.table, self.shape = table, table.tensor_train_shape
         drawn = draw_cores(self.shape, table.initializer, seed, table.name, table.dtype)
-        self.cores = [core.to(dtype).requires_grad_() for core in drawn]
+        self.cores = [core.to(dtype).requires_grad_(not table.frozen) for core in drawn]
         initial = table.optimizer.initial_state
         self._state = {name: [torch.full_like(core, value) for core in drawn] for name, value in initial.items()}
         self._ids: list[Tensor] = []
@@ -41,6 +41,8 @@ class ReferenceCores:
 
     def step(self, decay: float, number: int) -> None:
         """One step of the rule, of slices that an id read."""
+        if self.table.frozen:
+            return
         ids, (_, p2, p3) = torch.cat(self._ids), self.shape.row_factors
         slices = ids // p3 // p2, ids // p3 % p2, ids % p3
         with torch.no_grad():
@@ -66,6 +68,11 @@ class ReferenceCores:
             v[at] = rule.beta2 * v[at] + (1 - rule.beta2) * g * g
             root = (v[at] / (1 - rule.beta2**number)).sqrt() + rule.eps
             core[at] -= lr * (m[at] / (1 - rule.beta1**number)) / root
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is trained."""
+        return self.cores
 
     @property
     def values(self) -> Tensor:

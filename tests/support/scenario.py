@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import TableSpec, Tiers
+from rowmesh.tables import Dynamic, TableSpec, Tiers
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,21 @@ class Scenario:
         trains_weights: whether ids have weights of their positions, which are trained, beside those.
         num_steps, accumulate: optimizer steps, and backward passes before each.
         decay: the learning rate is multiplied by it after each step.
+        max_norm: of all gradients together, to which they are clipped before each step.
+        is_scaled: whether a GradScaler scales the losses.
         evaluates: whether the next batch is looked up without gradients between the steps.
         plan: which ranks hold each row.
         migrations: (step, plan): goes over to the plan before the step, or at the end.
+        replicas: of each table, where there is no plan.
         synchronization: how replicas of tables are kept together.
         pipeline: options of a pipeline to train through; `disturb` takes the rank and a task.
         breaks: steps before which the loop over the pipeline is left and begun again.
         plain: steps without the pipeline.
+        reloads: steps before which all is saved, and loaded into a job that began otherwise.
+        folder: where to.
         tiers: where rows of tiered tables are.
+        dynamic: rules of the tables that are dynamic, by name. Their ids are the rows of the dense tables that they are
+            trained in place of.
         ranks_per_node: where given, the ranks pretend to be on several hosts.
         wire_dtype: how rows and gradients travel; by default as they are.
         seed: of everything random.
@@ -63,14 +71,20 @@ class Scenario:
     num_steps: int = 3
     accumulate: int = 1
     decay: float = 1.0
+    max_norm: float | None = None
+    is_scaled: bool = False
     evaluates: bool = False
     plan: Plan | None = None
     migrations: tuple[tuple[int, Plan], ...] = ()
+    replicas: int = 1
     synchronization: Synchronization | None = None
     pipeline: dict[str, Any] | None = None
     breaks: tuple[int, ...] = ()
     plain: tuple[int, ...] = ()
+    reloads: tuple[int, ...] = ()
+    folder: Path | None = None
     tiers: Tiers | None = None
+    dynamic: tuple[tuple[str, Dynamic], ...] = ()
     ranks_per_node: int | None = None
     wire_dtype: torch.dtype | None = None
     seed: int = 0
@@ -79,6 +93,17 @@ class Scenario:
     def world_size(self) -> int:
         """W."""
         return len(self.batch_sizes)
+
+    @property
+    def stored(self) -> tuple[TableSpec, ...]:
+        """The tables as rowmesh gets them: dynamic where there are rules."""
+        rules = dict(self.dynamic)
+        return tuple(
+            replace(table, num_rows=None, storage="dynamic", dynamic=rules[table.name])  # type: ignore[arg-type]
+            if table.name in rules
+            else table
+            for table in self.tables
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,6 +143,16 @@ class Scenario:
         )
         labels = torch.randint(2, (batch_size,), generator=generator).to(self.dtype)
         return LocalBatch(sparse, labels)
+
+    def ids_of(self, table: str, step: int, part: int) -> list[int]:
+        """The ids of a table that all ranks look up in one pass."""
+        found = list[int]()
+        for rank in range(self.world_size):
+            sparse = self.local_batch(step, part, rank).sparse
+            for place, (_, spec) in enumerate(self.features):
+                if spec.name == table:
+                    found += sparse.ids[slice(*sparse.feature_range(place))].tolist()
+        return found
 
     def _batch_size(self, step: int, rank: int) -> int:
         is_last = step == self.num_steps - 1 and self.last_sizes is not None

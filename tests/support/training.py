@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,21 +13,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+import rowmesh
 from rowmesh.collection import EmbeddingCollection
 from rowmesh.counters import CommonCounters, GroupCounters
 from rowmesh.embeddings import Embeddings, LocalRows
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
-from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, RowWiseAdaGrad
+from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
 from rowmesh.pipeline import BatchInFlight, Pipeline
 from rowmesh.sparse import PositionWeights, SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
 from tests.support import sanitizer
 from tests.support.cores import ReferenceCores, joined_cores
+from tests.support.known_ids import KnownIds
 from tests.support.scenario import Scenario
 
 HEAD_LR = 0.1
+SCALE = 1024.0  # a power of two, which rounds nothing
 
 
 @dataclass
@@ -96,29 +100,12 @@ def train(mesh: Mesh, scenario: Scenario, transport: str = "auto", device: str =
     if scenario.ranks_per_node:
         hosts = tuple(rank // scenario.ranks_per_node for rank in range(mesh.world_size))
         mesh = replace(mesh, hosts=hosts)
-    collection = EmbeddingCollection(
-        scenario.tables,
-        mesh=mesh,
-        seed=scenario.seed,
-        transport=transport,  # type: ignore
-        plan=scenario.plan,
-        synchronization=scenario.synchronization,
-        tiers=scenario.tiers,
-        device=device,
-        wire_dtype=scenario.wire_dtype,
-    )
-    job = _Job(mesh, scenario, collection)
-    if scenario.pipeline is not None:
-        job.train_pipelined()
-    else:
-        for step in range(scenario.num_steps):
-            _migrate(collection, scenario, step)
-            job.train_plain(step)
-    _migrate(collection, scenario, scenario.num_steps)
-    collection.synchronize()
-    _keep(collection, job.head, job.trained)
-    collection.close()
-    return job.trained
+    job = _Job(mesh, scenario, transport, device)
+    try:
+        job.train()
+        return job.trained
+    finally:
+        job.collection.close()
 
 
 @dataclass(frozen=True)
@@ -136,94 +123,165 @@ class Item:
 class _Job:
     """A job under way on one rank."""
 
-    def __init__(self, mesh: Mesh, scenario: Scenario, collection: EmbeddingCollection) -> None:
-        self._mesh, self._scenario, self._collection = mesh, scenario, collection
-        self.head, self.trained = Head(scenario), Trained(transport=collection.transport)
-        self._optimizer = EmbeddingOptimizer(collection)
+    def __init__(self, mesh: Mesh, scenario: Scenario, transport: str, device: str) -> None:
+        self._mesh, self._scenario, self._transport, self._device = mesh, scenario, transport, device
+        self._begin(scenario.seed)
+        self.trained = Trained(transport=self.collection.transport)
+
+    def _begin(self, seed: int) -> None:
+        """Makes the tables, which start from a seed, the network, and their optimizers."""
+        scenario = self._scenario
+        self.collection = EmbeddingCollection(
+            scenario.stored,
+            mesh=self._mesh,
+            seed=seed,
+            transport=self._transport,  # type: ignore
+            plan=scenario.plan,
+            replicas=scenario.replicas,
+            synchronization=scenario.synchronization,
+            tiers=scenario.tiers,
+            device=self._device,
+            wire_dtype=scenario.wire_dtype,
+        )
+        self.head = Head(scenario)
+        self._optimizer = EmbeddingOptimizer(self.collection)
         self._dense_optimizer = torch.optim.SGD(self.head.parameters(), lr=HEAD_LR)
         self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, scenario.decay)
+        self._both = JointOptimizer(self._dense_optimizer, self._optimizer)
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if scenario.is_scaled else None
 
-    def train_plain(self, step: int) -> None:
+    def train(self) -> None:
+        """All steps."""
+        scenario, step = self._scenario, 0
+        while step < scenario.num_steps:
+            self._go_over(step)
+            if scenario.pipeline is not None:
+                step = self._train_pipelined(step)
+            else:
+                self._train_plain(step)
+                step += 1
+        self._go_over(step)
+        self.collection.synchronize()
+        _keep(self.collection, scenario, self.head, self.trained)
+
+    def _go_over(self, step: int) -> None:
+        """To another plan, or to what a checkpoint has."""
+        for before, plan in self._scenario.migrations:
+            if before == step:
+                self.collection.migrate(plan)
+                dynamic = dict(self._scenario.dynamic)
+                tables = tuple(table for table in self.collection.plan.tables if table.shape.name not in dynamic)
+                assert replace(self.collection.plan, tables=tables) == plan
+        if step in self._scenario.reloads:
+            assert self._scenario.folder is not None
+            folder = self._scenario.folder / f"before {step}"
+            rowmesh.save(folder, self._state)
+            self.collection.close()
+            # Rows of ids that a dynamic table does not know are in no checkpoint: they start from the seed.
+            self._begin(self._scenario.seed + (not self._scenario.dynamic))
+            for parameter in self.head.parameters():
+                parameter.data.zero_()
+            rowmesh.load(folder, self._state)
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        parts = {"tables": self.collection, "head": self.head, "both": self._both, "schedule": self._schedule}
+        return parts if self._scaler is None else {**parts, "scaler": self._scaler}
+
+    def _train_plain(self, step: int) -> None:
         """One step of the plain loop."""
-        self._zero()
+        self._both.zero_grad()
         for part in range(self._scenario.accumulate):
             batch = self._scenario.local_batch(step, part, self._mesh.rank)
-            vectors = _look_up(self._collection, self._scenario, self.head.weigh(batch.sparse))
+            vectors = _look_up(self.collection, self._scenario, self.head.weigh(batch.sparse))
             loss = self._backward(vectors, batch.labels)
             self.trained.outputs.append(vectors.detach().clone())
             self.trained.losses.append(float(_sum(loss, self._mesh)) / self._scenario.global_batch)
-        self._step_dense()
-        self._optimizer.step()
+        self._average_dense()
+        self._step()
         self._schedule.step()
         self._evaluate(step)
 
-    def train_pipelined(self) -> None:
-        """All steps, those without the pipeline too."""
-        scenario, step = self._scenario, 0
+    def _train_pipelined(self, step: int) -> int:
+        """Steps until one before which something else is to be done; returns its number."""
+        scenario = self._scenario
         options = dict(scenario.pipeline or {})
         if disturb := options.get("disturb"):
             options["disturb"] = partial(disturb, self._mesh.rank)
-        with Pipeline(self._collection, **options) as pipeline:
+        leaves = {before for before, _ in scenario.migrations} | {*scenario.reloads}
+        with Pipeline(self.collection, **options) as pipeline:
             self.trained.reasons = pipeline.reasons
             while step < scenario.num_steps:
                 if step in scenario.plain:
-                    self.train_plain(step)
+                    self._train_plain(step)
                     step += 1
-                    continue
-                for window in pipeline.windows(self._items(step)):
-                    self._train_window(window)
-                    self._evaluate(step)
-                    step += 1
-                    if step in scenario.breaks or step in scenario.plain:
-                        break
+                else:
+                    for window in pipeline.windows(self._items(step)):
+                        self._train_window(window)
+                        self._evaluate(step)
+                        step += 1
+                        if step in scenario.breaks or step in scenario.plain or step in leaves:
+                            break
+                if step in leaves:
+                    break
+        return step
 
     def _items(self, step: int) -> Iterator[Item]:
         for later in range(step, self._scenario.num_steps):
-            batch = self._scenario.local_batch(later, 0, self._mesh.rank)
-            yield Item(batch.sparse, batch.labels)
+            for part in range(self._scenario.accumulate):
+                batch = self._scenario.local_batch(later, part, self._mesh.rank)
+                yield Item(self.head.weigh(batch.sparse), batch.labels)
 
     def _train_window(self, window: BatchInFlight[Item]) -> None:
-        self._zero()
+        self._both.zero_grad()
         found, loss = [], torch.zeros((), dtype=self._scenario.dtype)
         for part in window:
             vectors = _joined(part.embeddings, self._scenario)
             loss += self._backward(vectors, window.item.labels[part.samples])
             found.append(vectors.detach().clone())
-        self._optimizer.step()
+        if self._scenario.accumulate > 1:
+            return  # without a step, which a pipeline refuses
+        if self._scaler is not None or self._scenario.max_norm is not None:
+            self._average_dense()
+            self._step()
+        else:
+            self._optimizer.step()
+            self._average_dense()
+            self._dense_optimizer.step()
         vectors = torch.cat(found)
         self.trained.outputs.append(vectors if window.order is None else vectors[window.order.argsort()])
         self.trained.losses.append(float(_sum(loss, self._mesh)) / self._scenario.global_batch)
-        self._step_dense()
         self._schedule.step()
-
-    def _zero(self) -> None:
-        self._dense_optimizer.zero_grad()
-        self._optimizer.zero_grad()
 
     def _backward(self, vectors: Tensor, labels: Tensor) -> Tensor:
         losses = F.binary_cross_entropy_with_logits(self.head(vectors), labels, reduction="sum")
-        (losses * self._mesh.world_size / self._scenario.global_batch).backward()
+        loss = losses * self._mesh.world_size / self._scenario.global_batch
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return losses.detach()
 
-    def _step_dense(self) -> None:
+    def _average_dense(self) -> None:
         for parameter in self.head.parameters():
             assert parameter.grad is not None
             parameter.grad = _sum(parameter.grad, self._mesh) / self._mesh.world_size
-        self._dense_optimizer.step()
+
+    def _step(self) -> None:
+        """Of the network and of rows, which are clipped together."""
+        if self._scenario.max_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._both)
+            self._optimizer.clip_grad_norm_(self._scenario.max_norm, self.head.parameters())
+        if self._scaler is None:
+            self._both.step()
+        else:
+            self._scaler.step(self._both)
+            self._scaler.update()
 
     def _evaluate(self, step: int) -> None:
         if self._scenario.evaluates:
             with torch.no_grad():
                 later = self._scenario.local_batch(step + 1, 0, self._mesh.rank)
                 sparse = self.head.weigh(later.sparse)
-                self.trained.outputs.append(_look_up(self._collection, self._scenario, sparse))
-
-
-def _migrate(collection: EmbeddingCollection, scenario: Scenario, step: int) -> None:
-    for before, plan in scenario.migrations:
-        if before == step:
-            collection.migrate(plan)
-            assert collection.plan == plan
+                self.trained.outputs.append(_look_up(self.collection, self._scenario, sparse))
 
 
 def _look_up(collection: EmbeddingCollection, scenario: Scenario, sparse: SparseBatch) -> Tensor:
@@ -247,8 +305,13 @@ def _sum(value: Tensor, mesh: Mesh) -> Tensor:
     return value
 
 
-def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None:
+def _keep(collection: EmbeddingCollection, scenario: Scenario, head: Head, trained: Trained) -> None:
+    ids = {table.name: table.num_rows for table in scenario.tables}
     for table in collection.tables:
+        if table.storage == "dynamic":
+            trained.rows[table.name] = _rows_of_ids(collection, table, ids[table.name])
+            trained.state[table.name] = {}
+            continue
         if table.storage == "tensor_train":
             cores = collection.cores(table.name)
             trained.rows[table.name] = joined_cores(cores.cores)
@@ -270,6 +333,15 @@ def _keep(collection: EmbeddingCollection, head: Head, trained: Trained) -> None
     trained.counters = {counters.group: counters for counters in collection.counters}
 
 
+def _rows_of_ids(collection: EmbeddingCollection, table: TableSpec, num_ids: int) -> Tensor:
+    """What ids from 0 read, whether they are known, demoted, or were never seen."""
+    feature = table.features[0]
+    batch = SparseBatch.from_bags({feature: [[i] for i in range(num_ids)]})
+    with torch.no_grad():
+        found = collection(batch, features=[feature])[feature]
+    return (found.values if table.pooling == "none" else found).clone()
+
+
 def joined(pieces: list[LocalRows], kind: str, table: TableSpec) -> Tensor:
     """A copy of the values or of one state of several pieces of a table, in their order."""
     by_row = kind != "values" and table.optimizer.state[kind] == "row"
@@ -282,9 +354,9 @@ def merged(scenario: Scenario, parts: list[Trained]) -> Trained:
     """One job from what each rank left: whole tables, outputs of all samples."""
     whole = Trained(losses=parts[0].losses, head=parts[0].head, transport=parts[0].transport)
     whole.outputs = [torch.cat(outputs) for outputs in zip(*(part.outputs for part in parts), strict=True)]
-    for table in scenario.tables:
-        if table.storage == "tensor_train":
-            _merge_cores(table.name, whole, parts)
+    for table in scenario.stored:
+        if table.storage in ("tensor_train", "dynamic"):
+            _merge_equal(table.name, whole, parts)
             continue
         order = torch.tensor([row for part in parts for row in part.owned[table.name]], dtype=torch.int64)
         assert order.sort().values.tolist() == list(range(table.num_rows)), "every row has one owner"
@@ -296,10 +368,10 @@ def merged(scenario: Scenario, parts: list[Trained]) -> Trained:
     return whole
 
 
-def _merge_cores(table: str, whole: Trained, parts: list[Trained]) -> None:
+def _merge_equal(table: str, whole: Trained, parts: list[Trained]) -> None:
     whole.rows[table], whole.state[table] = parts[0].rows[table], parts[0].state[table]
     for part in parts[1:]:
-        assert torch.equal(part.rows[table], whole.rows[table]), "cores are equal on all ranks"
+        assert torch.equal(part.rows[table], whole.rows[table]), "cores, and rows by id, are equal on all ranks"
         assert all(torch.equal(part.state[table][name], kept) for name, kept in whole.state[table].items())
 
 
@@ -323,6 +395,8 @@ class ReferenceTable:
             include_last_offset=True,
             _weight=start.to(dtype).to(table.dtype).to(dtype),
         )
+        self.parameters = list(self.bag.requires_grad_(not table.frozen).parameters())
+        self._start = self.bag.weight.detach().clone()
         self.touched = torch.zeros(table.num_rows, dtype=torch.bool)
         shapes = {"row": (table.num_rows,), "element": (table.num_rows, table.dim)}
         self.state = {
@@ -355,6 +429,8 @@ class ReferenceTable:
 
     def step(self, decay: float, number: int) -> None:
         """One step of the rule; rows that no id named must not change."""
+        if self.table.frozen:
+            return
         rule, weight = self.table.optimizer, self.bag.weight.data
         gradient = self.bag.weight.grad
         if gradient is None:  # no sample anywhere
@@ -380,6 +456,18 @@ class ReferenceTable:
         self.bag.weight.grad = None
         self.touched[:] = False
 
+    def begin_anew(self, rows: np.ndarray) -> None:
+        """Sets rows and their states to what they start from, and drops their gradients."""
+        self.bag.weight.data[rows] = self._start[rows]
+        for name, state in self.state.items():
+            state[rows] = self.table.optimizer.initial_state[name]
+        if self._torch is not None:
+            for state in self._torch.state[self.bag.weight].values():
+                if state.shape == self._start.shape:
+                    state[rows] = self.table.optimizer.initial_state["sum"]
+        if self.bag.weight.grad is not None:
+            self.bag.weight.grad[rows] = 0.0
+
     @property
     def values(self) -> Tensor:
         """All rows."""
@@ -395,25 +483,31 @@ class ReferenceTable:
 
 def train_reference(scenario: Scenario) -> Trained:
     """Runs a job as one torch process on the whole global batch."""
-    kinds = {"dense": ReferenceTable, "tensor_train": ReferenceCores}
+    kinds = {"dense": ReferenceTable, "tiered": ReferenceTable, "tensor_train": ReferenceCores}
     tables = {table.name: kinds[table.storage](table, scenario.seed, scenario.dtype) for table in scenario.tables}
     head, trained = Head(scenario), Trained(transport="reference")
-    dense_optimizer = torch.optim.SGD(head.parameters(), lr=HEAD_LR)
+    dense_optimizer, known = torch.optim.SGD(head.parameters(), lr=HEAD_LR), KnownIds(scenario, tables)
     for step in range(scenario.num_steps):
         dense_optimizer.zero_grad()
         for part in range(scenario.accumulate):
+            known.open(step, part)
             vectors = _look_up_reference(tables, head, scenario, step, part)
             labels = torch.cat([scenario.local_batch(step, part, r).labels for r in range(scenario.world_size)])
             losses = F.binary_cross_entropy_with_logits(head(vectors), labels, reduction="sum")
             (losses / scenario.global_batch).backward()
             trained.outputs.append(vectors.detach().clone())
             trained.losses.append(float(losses.detach()) / scenario.global_batch)
+        if scenario.max_norm is not None:
+            of_tables = [parameter for table in tables.values() for parameter in table.parameters]
+            torch.nn.utils.clip_grad_norm_([*head.parameters(), *of_tables], scenario.max_norm)
         dense_optimizer.step()
         for table in tables.values():
             table.step(scenario.decay**step, step + 1)
         if scenario.evaluates:
+            known.forget_unknown()
             with torch.no_grad():
                 trained.outputs.append(_look_up_reference(tables, head, scenario, step + 1, 0))
+    known.forget_unknown()
     for name, table in tables.items():
         trained.rows[name], trained.state[name] = table.values, table.state
     trained.head = [parameter.detach().clone() for parameter in head.parameters()]
