@@ -14,9 +14,9 @@ from rowmesh.report.advice import Advice, advise
 from rowmesh.report.html import data_table, fact_list, page, section, sentence
 from rowmesh.report.run_costs import memory_section, time_section, traffic_section
 from rowmesh.report.run_curves import RANKING_KEYS, curves_section, quality_section
-from rowmesh.report.run_record import RANKING, RunRecord, read_run
+from rowmesh.report.run_record import DAMAGED, RANKING, RunRecord, damaged_text, read_run
 from rowmesh.report.run_settings import settings_section, tables_section
-from rowmesh.report.run_tables import tables_of
+from rowmesh.report.run_tables import Tables, tables_of
 from rowmesh.report.shown import STYLES, Shown, heading_of, side_by_side
 
 
@@ -40,10 +40,17 @@ def run_report(records: Sequence[RunRecord]) -> str:
     """The page of one or two runs as HTML."""
     names = _names(records)
     runs = [
-        Shown(record, tables_of(record), name, style)
+        Shown(record, _tables_of(record), name, style)
         for record, name, style in zip(records, names, STYLES, strict=False)
     ]
     return page(" and ".join(names), [part for part in _parts(runs) if part])
+
+
+def _tables_of(record: RunRecord) -> Tables:
+    try:
+        return tables_of(record)
+    except DAMAGED as error:
+        return Tables([], None, f"a file of the run {damaged_text(error)}")
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
@@ -58,21 +65,29 @@ def _parts(runs: Sequence[Shown]) -> Iterator[str]:
     yield f"<h1>{escape(' and '.join(run.name for run in runs))}</h1>"
     for run in runs:
         dot = f'<span class="dot {run.style}"></span>' if len(runs) > 1 else ""
-        yield f'<p class="why">{dot}{escape(_summary(run, named=len(runs) > 1))}</p>'
-    yield fact_list(_facts(runs[0].record)) if len(runs) == 1 else _compared(runs)
-    yield _advice(runs)
-    yield curves_section(runs)
-    yield quality_section(runs)
-    yield time_section(runs)
-    yield traffic_section(runs)
-    yield memory_section(runs)
-    yield tables_section(runs)
-    yield settings_section(runs)
-    yield _missing(runs)
+        yield f'<p class="why">{dot}{_shown("Summary", lambda run=run: _summary_text(run, runs))}</p>'
+    for title, part in _SECTIONS:
+        yield _shown(title, lambda part=part: part(runs))
     yield (
         "<footer><p>Means leave out the first tenth of the steps, in which kernels are compiled and buffers grow. "
         f"</p><p>rowmesh {rowmesh.__version__}</p></footer>"
     )
+
+
+def _shown(title: str, part: Callable[[], str]) -> str:
+    """A part of the page; where files of a run hold what no run writes, a line that says so in its place."""
+    try:
+        return part()
+    except DAMAGED as error:
+        return section(title, f"cannot be shown: a file of the run {damaged_text(error)}", " ")
+
+
+def _summary_text(run: Shown, runs: Sequence[Shown]) -> str:
+    return escape(_summary(run, named=len(runs) > 1))
+
+
+def _numbers(runs: Sequence[Shown]) -> str:
+    return fact_list(_facts(runs[0].record)) if len(runs) == 1 else _compared(runs)
 
 
 def _summary(run: Shown, *, named: bool) -> str:
@@ -229,3 +244,17 @@ def _missing_of(run: Shown) -> list[str]:
 
 def _list(texts: Sequence[str]) -> str:
     return f'<ul class="note">{"".join(f"<li>{escape(text)}</li>" for text in texts)}</ul>'
+
+
+_SECTIONS: Sequence[tuple[str, Callable[[Sequence[Shown]], str]]] = (
+    ("Numbers", _numbers),
+    ("What to do next", _advice),
+    ("Curves", curves_section),
+    ("Quality", quality_section),
+    ("Time", time_section),
+    ("Traffic", traffic_section),
+    ("Memory", memory_section),
+    ("Tables", tables_section),
+    ("Settings", settings_section),
+    ("What is missing here", _missing),
+)

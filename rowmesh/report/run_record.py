@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ Record = Mapping[str, Any]
 """A JSON object that a run wrote."""
 Points = list[tuple[float, float]]
 WARM_UP_SHARE = 0.1
+DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What values that no run writes lead to where they are used."""
+_MOST_STEPS = 1 << 62
 RANKING = "ndcg@10"
 """The number by which sequence models are compared."""
 
@@ -173,6 +177,11 @@ def read_run(folder: Path) -> RunRecord:
         if line.get("kind") != "train":
             evaluations.setdefault(str(line.get("kind")), []).append(line)
     results = _results(run, _tested(config), missing)
+    try:
+        traffic = read_traffic(_lines(run.counters, missing))
+    except DAMAGED as error:
+        missing.append(f"{run.counters.name} {damaged_text(error)}")
+        traffic = Traffic()
     record = RunRecord(
         name=folder.resolve().name,
         folder=run,
@@ -182,12 +191,21 @@ def read_run(folder: Path) -> RunRecord:
         train=train,
         evaluations=evaluations,
         results=results,
-        traffic=read_traffic(_lines(run.counters, missing)),
+        traffic=traffic,
         timeline=read_timeline(run.trace, missing),
         missing=missing,
     )
     missing += _absent(record)
     return record
+
+
+def damaged_text(error: Exception) -> str:
+    """Why something cannot be shown.
+
+    >>> damaged_text(KeyError("loss"))
+    "holds what no run writes (KeyError: 'loss')"
+    """
+    return f"holds what no run writes ({type(error).__name__}: {str(error)[:200]})"
 
 
 def _absent(record: RunRecord) -> Iterator[str]:
@@ -206,7 +224,8 @@ def _absent(record: RunRecord) -> Iterator[str]:
 
 def _tested(config: Record) -> str:
     """What the metrics of the test split are called; of raw rows `data.test` says where these are, not their name."""
-    data = config.get("data", {})
+    if not isinstance(data := config.get("data"), dict):
+        return "test"
     return "test" if data.get("source") == "raw" else str(data.get("test", "test"))
 
 
@@ -215,16 +234,24 @@ def _results(run: RunFolder, first: str, missing: list[str]) -> list[Result]:
     found = []
     for path in paths:
         values = _read(path, json.loads, missing)
-        labels = values.get("labels")
-        if isinstance(labels, dict):
-            found += [_of_label(path, str(name), each, missing) for name, each in labels.items()]
-            continue
-        numbers = {name: value for name, value in values.items() if _is_number(value)}
-        if numbers:
-            bins, optimum = _score_bins(path, values, missing), _numbers(values.get("planted_optimum"))
-            floor, intervals = _numbers(values.get("popularity")), _intervals(values.get("intervals"))
-            found.append(Result(path.stem, numbers, optimum, bins, floor, intervals))
+        try:
+            found += _results_of(path, values, missing)
+        except DAMAGED as error:
+            missing.append(f"{path.name} {damaged_text(error)}")
     return found
+
+
+def _results_of(path: Path, values: Record, missing: list[str]) -> list[Result]:
+    """Those of a file: one, or one a label."""
+    labels = values.get("labels")
+    if isinstance(labels, dict):
+        return [_of_label(path, str(name), each, missing) for name, each in labels.items()]
+    numbers = {name: value for name, value in values.items() if _is_number(value)}
+    if not numbers:
+        return []
+    bins, optimum = _score_bins(path, values, missing), _numbers(values.get("planted_optimum"))
+    floor, intervals = _numbers(values.get("popularity")), _intervals(values.get("intervals"))
+    return [Result(path.stem, numbers, optimum, bins, floor, intervals)]
 
 
 def _numbers(values: object) -> dict[str, float]:
@@ -247,7 +274,7 @@ def _of_label(path: Path, label: str, values: Record, missing: list[str]) -> Res
 def _score_bins(path: Path, values: Record, missing: list[str]) -> ScoreBins | None:
     try:
         return ScoreBins.from_plain(values["score_bins"]) if values.get("score_bins") else None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         missing.append(f"{path.name}: score bins that cannot be read ({error}); evaluate the run again")
         return None
 
@@ -258,7 +285,7 @@ def _read(path: Path, parse: Any, missing: list[str]) -> dict[str, Any]:
         values = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         missing.append(f"{path.name} is not there")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         missing.append(f"{path.name} cannot be read: {error}")
     else:
         if isinstance(values, dict):
@@ -275,9 +302,10 @@ def _lines(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
             for text in file:
                 try:
                     record = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):
                     record = None
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                step = record.get("step") if isinstance(record, dict) else None
+                if isinstance(record, dict) and isinstance(step, int) and 0 <= step < _MOST_STEPS:
                     yield record
                 else:
                     bad += 1
@@ -303,7 +331,8 @@ def thinned(points: Points, most: int = 240) -> Points:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is one that can be computed with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _moment(text: str) -> datetime:

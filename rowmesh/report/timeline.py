@@ -59,7 +59,7 @@ def read_timeline(path: Path, missing: list[str]) -> Timeline | None:
         return timeline_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
     except FileNotFoundError:
         return None  # it is written only where pipeline.trace asks for it
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         missing.append(f"{path.name} cannot be read: {error!r}")
         return None
 

@@ -21,7 +21,8 @@ from rowmesh.train.mistakes import explain
 def resolve(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file, changed by overrides such as `train.epochs=2`.
 
-    Where an override names another model than the file, what the file says of its own is left out.
+    Where an override names another model than the file, what the file says of its own is left out; so is its strategy
+    of placement where an override gives a plan, and its plan where one gives a strategy.
 
     Raises:
         ConfigurationError: the file cannot be read, a key is unknown (with the nearest known one), or a
@@ -30,6 +31,7 @@ def resolve(path: Path, overrides: Sequence[str] = ()) -> Config:
     values = read_toml(path)
     changes = [parse_override(override) for override in overrides]
     _forget_other_model(values, dict(changes).get(("model", "name")))
+    _forget_other_placement(values, dict(changes))
     for key, value in changes:
         _assign(values, key, value)
     folder = values.setdefault("run", {})
@@ -132,6 +134,14 @@ def _forget_other_model(values: dict[str, Any], name: object) -> None:
     if name is not None and isinstance(section, dict) and section.get("name", "dlrm") != name:
         for key in ("bottom", "top", "options"):
             section.pop(key, None)
+
+
+def _forget_other_placement(values: dict[str, Any], changes: dict[tuple[str, ...], Any]) -> None:
+    """Takes out the plan of a file where an override gives a strategy, and the other way round."""
+    section = values.get("placement")
+    for given, other in (("plan", "strategy"), ("strategy", "plan")):
+        if isinstance(section, dict) and changes.get(("placement", given)) and ("placement", other) not in changes:
+            section.pop(other, None)
 
 
 def _assign(values: dict[str, Any], key: tuple[str, ...], value: Any) -> None:

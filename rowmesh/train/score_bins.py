@@ -18,6 +18,7 @@ Keys = npt.NDArray[np.uint64]
 
 MAX_BINS = 200
 _SIGN = np.uint32(1 << 31)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class ScoreBins:
         bins = cls(**{name: tuple(values[name]) for name in names})
         if len({len(getattr(bins, name)) for name in names}) > 1:
             raise ValueError("score bins have lists of different lengths")
+        if not all(abs(float(value)) <= _LARGEST for name in names for value in getattr(bins, name)):
+            raise ValueError("score bins have numbers that no evaluation gives")
         return bins
 
 

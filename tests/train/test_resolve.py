@@ -216,3 +216,12 @@ def test_another_model_takes_none_of_the_keys_of_the_one_in_the_file(tmp_path):
     assert resolve(path, ["model.name=dlrm"]).model.bottom == [8]
     with pytest.raises(ConfigurationError, match="model: top: of dlrm alone"):
         resolve(path, ["model.name=dcn_v2", "model.top=[3]"])
+
+
+@pytest.mark.parametrize("given, other", [("plan", "strategy"), ("strategy", "plan")])
+def test_a_plan_takes_the_place_of_a_strategy(write, given, other):
+    path = write(f'{MINIMAL}[placement]\n{other} = "auto"\n')
+    placement = resolve(path, [f"placement.{given}=balanced"]).placement
+    assert (getattr(placement, given), getattr(placement, other)) == ("balanced", "")
+    with pytest.raises(ConfigurationError, match="not both"):
+        resolve(path, ["placement.plan=a", "placement.strategy=auto"])
