@@ -47,7 +47,7 @@ def test_what_has_no_rows_is_refused(column, message):
         torch.tensor([1.5, 2.0], requires_grad=True),
         torch._neg_view(torch.tensor([-1.5, -2.0])),
     ],
-    ids=repr,
+    ids=lambda column: f"{type(column).__name__} {getattr(column, 'dtype', '')}",
 )
 def test_values_are_read_in_their_order(column):
     assert as_table({"x": column})["x"].to_pylist() == [1.5, 2.0]
