@@ -406,11 +406,11 @@ class Pipeline(Generic[T]):
         ends, mine = self._ends, self._current
         if ends.is_alone or ends.is_known(self._turn) or runner.cancelled.is_set() or runner.is_beyond_help:
             return None
+        ends.has_left = True
         if ends.refused is not None:  # all ranks enter the turn after
             if self._turn == ends.refused:
                 self._enter_next(runner)
             return None
-        ends.has_left = True
         stepped = -1 if mine is None or mine.lrs is None else mine.number
         try:
             self._go_through_turns(runner, stepped, time.monotonic() + _LEAVE_S)
