@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from rowmesh.errors import DataError, IdRangeError, RowmeshError
-from rowmesh.pipeline.runner import PipelineClosedError, Runner
+from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 
 STAGES = ("read", "route", "open", "final", "rows", "gradients", "update", "retrieve", "write back")
@@ -209,19 +209,72 @@ def test_an_error_that_cannot_be_made_of_a_text_keeps_what_it_says():
 def test_the_first_error_is_the_one_that_is_told():
     """What fails because something else has failed says nothing new."""
     schedule = make_schedule(1, 1)
-    runner = None
+    failed = threading.Event()
+
+    def fail_first():
+        failed.set()
+        raise DataError("bad line")
 
     def fail():
-        runner.cancelled.wait(5)
+        failed.wait(5)
+        time.sleep(0.1)
         raise RowmeshError("failed")
 
-    log = Log({Task("update", 0): fail, Task("read", 2): fail_with(DataError("bad line"))})
+    log = Log({Task("update", 0): fail, Task("read", 2): fail_first})
     runner = make(schedule, log)
     with pytest.raises(DataError, match="bad line"):
         drive(runner, schedule, 4)
-    runner.close()
     with pytest.raises(DataError, match="bad line"):
         runner.wait_for_all()
+    runner.close()
+
+
+def test_a_failure_ahead_lets_the_steps_before_it_be_done():
+    """The driver hears of it when nothing that it asked for is left."""
+    schedule = make_schedule(1, 1)
+    began, log = threading.Event(), Log()
+
+    def fail():
+        began.set()
+        raise MemoryError("no room")
+
+    def wait_and_update():
+        began.wait(5)
+        time.sleep(0.1)
+
+    runner = make(schedule, log, disturb=lambda task: wait_and_update() if task == Task("update", 1) else None)
+    log._special[Task("final", 2)] = fail
+    with pytest.raises(RowmeshError, match="in stage 'final' of batch 2: MemoryError: no room"):
+        drive(runner, schedule, 6)
+    assert Task("update", 1) in log.tasks
+    runner.close()
+
+
+def test_an_error_that_is_kept_ends_nothing():
+    schedule, kept = make_schedule(1, 1), []
+
+    def keep(task, error):
+        kept.append((task, str(error)))
+        return True
+
+    log = Log({Task("read", 2): fail_with(DataError("bad line"))})
+    runner = make(schedule, log, keep=keep)
+    drive(runner, schedule, 4, log)
+    runner.wait_for_all()
+    assert runner.close() is None
+    assert kept == [(Task("read", 2), "bad line")]
+    assert Task("update", 3) in log.tasks
+
+
+def test_an_error_that_all_ranks_meet_leaves_no_task_of_its_turn():
+    schedule, log = make_schedule(1, 1), Log({Task("update", 1): fail_with(SharedError(DataError("refused")))})
+    runner = make(schedule, log)
+    with pytest.raises(DataError, match="in stage 'update' of batch 1: refused"):
+        drive(runner, schedule, 4, log)
+    assert not runner.is_beyond_help
+    runner.close()
+    assert Task("read", 3) in log.tasks
+    assert Task("rows", 2) not in log.tasks
 
 
 def test_closing_does_what_was_begun():
