@@ -17,7 +17,7 @@ def test_the_end_of_a_thread_is_known_where_waiting_for_it_was_interrupted():
     worker.start()
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         worker.join()
