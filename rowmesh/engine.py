@@ -28,7 +28,16 @@ from rowmesh.dynamic.pins import BatchPin
 from rowmesh.dynamic.records import Records
 from rowmesh.dynamic.resolver import Resolver, Resolving, plain_of
 from rowmesh.embeddings import Embeddings, Outputs
-from rowmesh.errors import ConfigurationError, DataError, IdRangeError, PeerError, RowmeshError
+from rowmesh.errors import (
+    ConfigurationError,
+    DataError,
+    IdRangeError,
+    NoRoomError,
+    PeerError,
+    RefusedError,
+    RowmeshError,
+    StoreError,
+)
 from rowmesh.exchange.agreement import Agreement
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.dynamic_means import DynamicMeans
@@ -39,7 +48,6 @@ from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.exchange.router import make_router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
-from rowmesh.exchange.transport import PeerRefusedError
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.faults import reach
 from rowmesh.freezing import freeze
@@ -267,6 +275,8 @@ class Engine:
                     exchange.counters.pushes += 1
                 if self.resolver is not None:
                     self._end([route.pin for route in taken if route.pin is not None])
+            except (NoRoomError, StoreError):  # of averaged replicas, which then make nothing one, on all ranks alike
+                raise
             except BaseException as error:
                 error.add_note(f"step {step.number} ended half way; its tables cannot be used any more")
                 self._fail(step.number, error)
@@ -709,9 +719,11 @@ class Engine:
                 exchange.counters.pushes += 1
             if window.route.pin is not None:
                 self._end([window.route.pin])
+        except (NoRoomError, StoreError):  # of averaged replicas, as in `push`
+            raise
         except BaseException as error:
             # A device may find ids that are no rows only now, before anything has changed.
-            if num_done or not isinstance(error, (IdRangeError, PeerRefusedError, StepRefusedError)):
+            if num_done or not isinstance(error, (IdRangeError, RefusedError, StepRefusedError)):
                 self._fail(step.number, error)
             raise
 

@@ -149,7 +149,7 @@ def refuse_on_rank_1(mesh):
 
 def test_all_ranks_learn_of_a_refused_batch(ranks):
     first, second = ranks.run(refuse_on_rank_1)
-    assert first.startswith("PeerError: rank 0: rank 1 refused a batch")
+    assert first.startswith("RefusedError: rank 0: rank 1 refused a batch")
     assert second.startswith("IdRangeError: rank 1, look-up 1 (after 0 steps): feature 'b'")
 
 
@@ -233,7 +233,7 @@ def test_says_what_is_missing(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"is_available\(\) is false\. Install .* or use device 'cpu'"):
         EmbeddingCollection(two_tables(), device="cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigurationError, match=r"needs triton, which is not installed.*rowmesh\[gpu\]"):
+    with pytest.raises(ConfigurationError, match=r"needs triton, which is not installed.*'\.\[gpu\]'"):
         EmbeddingCollection(two_tables(), device="cuda")
 
 

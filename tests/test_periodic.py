@@ -289,14 +289,14 @@ def test_one_that_cannot_be_read_now_stays(tmp_path, monkeypatch: pytest.MonkeyP
             job.train(1)
             checkpoints.step(each)
     assert read_manifest(Series(tmp_path).at(2)).parent is not None
-    refused, opened = str(Series(tmp_path).at(step) / "manifest.json"), Path.read_text
+    refused, opened = str(Series(tmp_path).at(step) / "manifest.json"), os.open
 
     def refuse(path, *arguments, **options):
         if str(path) == refused:
             raise OSError(number, os.strerror(number), refused)
         return opened(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with (
         Checkpoints(tmp_path, {"model": Job(Mesh(), tables=STORED).model}) as checkpoints,
         pytest.raises(UnreadableError, match=rf"step-000000002.*{os.strerror(number)}.*No checkpoint was removed"),

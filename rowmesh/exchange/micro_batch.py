@@ -265,7 +265,7 @@ class MicroBatchExchange:
             The standings of all ranks. Where they differ, or there is no window, nothing else was sent.
 
         Raises:
-            PeerRefusedError: a rank opens, on a device, a batch with ids that are no rows.
+            RefusedError: a rank opens, on a device, a batch with ids that are no rows.
             IdRangeError: this rank does.
         """
         sizes = self._exchange_sizes(window, standing)

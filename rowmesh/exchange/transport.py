@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.counters import CommonCounters
-from rowmesh.errors import IdRangeError, PeerError
+from rowmesh.errors import IdRangeError, RefusedError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, Routed
@@ -230,10 +230,6 @@ def _num_unique(group: DeviceRouteGroup) -> Tensor:
     return group.look_up.count
 
 
-class PeerRefusedError(PeerError):
-    """Another rank refused a batch of this one's number, before any of it was read."""
-
-
 class LateChecks:
     """Batches on a device whose numbers the host has not looked at: ids outside their tables, and some of each group.
 
@@ -314,7 +310,7 @@ def check_everywhere(route: Routed, mesh: Mesh, outside: Sequence[int], refused:
 
     Raises:
         IdRangeError: this rank does.
-        PeerRefusedError: another one does.
+        RefusedError: another one does.
     """
     assert route.late is not None
     route.late.check(outside, mesh.name(mesh.rank))
@@ -322,10 +318,11 @@ def check_everywhere(route: Routed, mesh: Mesh, outside: Sequence[int], refused:
 
 
 def check_peers(mesh: Mesh, refused: Sequence[int]) -> None:
-    """Raises PeerRefusedError where a rank refuses a batch; names it."""
+    """Raises RefusedError where a rank refuses a batch; names it."""
     if any(refused):
         guilty = ", ".join(f"rank {mesh.name(rank)}" for rank, count in enumerate(refused) if count)
-        raise PeerRefusedError(
+        raise RefusedError(
             f"rank {mesh.name(mesh.rank)}: {guilty} refused a batch with ids outside their tables; its own output says "
-            "which"
+            "which",
+            refused=[rank for rank, count in enumerate(refused) if count],
         )

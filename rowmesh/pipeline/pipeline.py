@@ -39,7 +39,6 @@ from rowmesh.errors import (
     RefusedError,
     RowmeshError,
 )
-from rowmesh.exchange.transport import PeerRefusedError
 from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
@@ -547,7 +546,7 @@ class Pipeline(Generic[T]):
                 batch = self._in_flight.get(number)
                 if self._engine.is_decided_ahead and not (batch and batch.is_routed):  # the others failed with it
                     here(number, everywhere=True)
-        elif task.stage == "open" and isinstance(error, (IdRangeError, PeerRefusedError)):
+        elif task.stage == "open" and isinstance(error, (IdRangeError, RefusedError)):
             here(number, failed, everywhere=True)
         elif task.stage == "read" or (task.stage == "retrieve" and isinstance(error, NoRoomError)):
             here(number, failed)

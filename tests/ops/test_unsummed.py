@@ -89,7 +89,7 @@ def sums_later(monkeypatch):
 
         monkeypatch.setattr(kind, name, counted)
 
-    count(HostLookUp, "unsummed")
+    count(HostLookUp, "is_waiting")
     count(InPlaceLookUp, "take_gradients")
     return found
 
