@@ -12,7 +12,7 @@ from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
-from rowmesh.tables import Dynamic, Tiers, Uniform
+from rowmesh.tables import Dynamic, Uniform
 from tests.support.ranks import RankPool
 from tests.support.tables import table
 
@@ -29,7 +29,6 @@ TABLES = {
     "dynamic": [DYNAMIC],
     "dynamic, one-sided": [DYNAMIC, table("word", NUM_ROWS, 4)],
     "dynamic, averaged": [DYNAMIC],
-    "dynamic, tiered": [DYNAMIC, TableSpec(name="word", num_rows=1000, dim=4, storage="tiered")],
     "collective": [table("item", NUM_ROWS, 4)],
     "one_sided": [table("item", NUM_ROWS, 4)],
     "tiered": [TableSpec(name="item", num_rows=NUM_ROWS, dim=4, storage="tiered")],
@@ -46,10 +45,6 @@ def make(mesh, kind):
     if kind == "dynamic, averaged":
         averages = Synchronization("average", every=2)
         collection = EmbeddingCollection(TABLES[kind], mesh=mesh, replicas=2, synchronization=averages)
-        return collection, EmbeddingOptimizer(collection)
-    if kind == "dynamic, tiered":
-        tiers = Tiers(fast_share=0.001, fast_rows=60, timeout_s=0.1)
-        collection = EmbeddingCollection(TABLES[kind], mesh=mesh, tiers=tiers)
         return collection, EmbeddingOptimizer(collection)
     if mesh.world_size > 1 and kind != "tiered":
         transport = "one_sided" if kind in ("one_sided", "dynamic, one-sided") else "collective"
@@ -359,42 +354,35 @@ def test_no_average_is_made_ahead_of_a_step_that_is_refused(ranks, overlap):
             assert same(rows, plain[rank])
 
 
-def lack_room(mesh, late):
-    """Rank 1 has no room for the rows that are asked of it, and knows it before the other one, or after."""
-    kind = "dynamic, tiered"
+def end_in_another_group(mesh, late):
+    """Data end on rank 3, which the other replica group learns when rows are due; one of its ranks routes late."""
 
     def disturb(task):
-        if task.stage == "route" and task.batch > BAD and mesh.rank == late:
-            time.sleep(0.2)
+        if mesh.rank == late and (task.stage, task.batch) == ("route", BAD + 1):
+            time.sleep(0.3)
 
-    def items(*, spoil):
-        for number, item in enumerate(batches(mesh.rank, "dynamic")):
-            bags = {"item": item.sparse.ids[:, None].tolist(), "word": [[number]] + [[]] * 7}
-            if spoil and number == BAD:
-                bags["word"][0] = list(range(0, 1000, 2))
-            yield Batch(item.dense, SparseBatch.from_bags(bags), item.labels)
-
-    collection, optimizer = make(mesh, kind)
-    given, error = 0, None
-    pipeline = Pipeline(collection, depth=3, disturb=disturb)
+    averages = Synchronization("average", every=100)
+    collection = EmbeddingCollection([DYNAMIC], mesh=mesh, replicas=2, synchronization=averages)
+    optimizer, error, began = EmbeddingOptimizer(collection), None, time.monotonic()
+    pipeline = Pipeline(collection, depth=1, disturb=disturb)
     try:
-        for window in pipeline.windows(items(spoil=True)):
+        for window in pipeline.windows(batches(mesh.rank, "dynamic", spoil=(BAD, "ends") if mesh.rank == 3 else None)):
             train(window, optimizer)
-            given += 1
     except RowmeshError as caught:
-        error = type(caught).__name__, str(caught)
-    found = given, collection.step_count, error, values(collection)
-    for window in pipeline.windows(items(spoil=False)):
+        error = type(caught).__name__
+    steps, took_s = collection.step_count, time.monotonic() - began
+    for window in pipeline.windows(batches(mesh.rank, "dynamic")):
         train(window, optimizer)
+    after = collection.step_count
     collection.close()
-    return found
+    return steps, error, after, took_s
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_that_learn_of_the_end_early_decide_with_the_others_until_they_know(ranks, late):
-    for rank, (given, steps, error, _) in enumerate(ranks.run(lack_room, late, world_size=2)):
-        assert (given, steps) == (BAD, BAD), (rank, error)
-        assert error[0] == ("NoRoomError" if rank == 1 else "PeerError"), error
+    for steps, error, after, took_s in ranks.run(end_in_another_group, late, world_size=4):
+        assert (steps, error, after) == (BAD, "PeerError", BAD + NUM_BATCHES)
+        assert took_s < ranks._mesh_timeout_s / 2
 
 
 # What fails once ranks have agreed on a batch
