@@ -169,6 +169,7 @@ class Engine:
         self.traffic: Traffic | None = None
         self._num_fetches = self._num_pushes = 0
         self._num_opened = 0  # steps whose batches a pipeline has opened
+        self._first_step = 1  # of the pipeline that began last
         self._num_resolved = 0  # batches that dynamic tables had opened when a pipeline began
         self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = self.num_sets = 0
@@ -550,7 +551,7 @@ class Engine:
             self._check_free("a pipeline begins")
             self.mesh.claim("pipeline")
             self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
-            self._num_opened = self.step_count
+            self._num_opened, self._first_step = self.step_count, self.step_count + 1
             self._note_merges()
             if self.resolver is not None:
                 self._num_resolved = self.resolver.step
@@ -627,6 +628,11 @@ class Engine:
         """Whether the next batch can be taken back once it is routed."""
         return self.resolver is None or self.resolver.can_undo
 
+    @property
+    def merges_next(self) -> bool:
+        """Whether averaged replicas of dynamic tables make one of what they know after the next batch is routed."""
+        return self.resolver is not None and self.resolver.merge_is_due
+
     def pass_over(self, error: Exception | None) -> None:
         """What a rank calls in place of `route_ahead` that has no further batch, or no batch that can be routed.
 
@@ -635,6 +641,15 @@ class Engine:
         """
         assert self.resolver is not None
         self.resolver.pass_over(None if error is None else plain_of(error))
+
+    def pass_over_averages(self, number: int) -> None:
+        """What a rank calls in place of `make_window` that has no such batch of a pipeline; collective as that is.
+
+        Args:
+            number: of the batch in its loop.
+        """
+        for means in self._dynamic_means:
+            means.pass_over(self._first_step + number)
 
     @staticmethod
     def check_ahead(batch: SparseBatch) -> None:
@@ -658,9 +673,20 @@ class Engine:
         return route
 
     def make_window(self, route: Route, sizes: Sequence[int]) -> Window:
-        """A routed batch that is looked up by micro-batch; no communication but for averages that are due."""
+        """A routed batch that is looked up by micro-batch; no communication but for averages that are due.
+
+        Raises:
+            RefusedError: averages are due, and other replicas have no such batch.
+            NoRoomError, StoreError: on all ranks alike: averages are due, and cannot be.
+        """
         for means in self._dynamic_means:
-            means.merge_ahead(self._num_opened)
+            try:
+                means.merge_ahead(self._num_opened)
+            except RowmeshError:
+                assert self.resolver is not None
+                assert route.pin is not None
+                self.resolver.take_back(route.pin)
+                raise
         self._note_merges()
         bounds = list(accumulate(sizes, initial=0))
         layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)

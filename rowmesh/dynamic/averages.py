@@ -9,11 +9,13 @@ import torch
 from rowmesh.counters import CommonCounters
 from rowmesh.dynamic.merging import DOING, MergedIds, Merging
 from rowmesh.dynamic.owned import OwnedTable
-from rowmesh.errors import PeerError, RowmeshError
+from rowmesh.errors import PeerError, RefusedError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.mesh.together import first_failure
+
+_NONE = -1  # in the place of a step: there is no such batch
 
 
 class Averages:
@@ -43,6 +45,7 @@ class Averages:
 
         Raises:
             NoRoomError, StoreError: some group cannot; nothing has changed then, in none.
+            RefusedError: a group has no such batch; nothing has changed.
             PeerError: groups have opened differently many batches.
         """
         self._check_steps(step, counters)
@@ -56,8 +59,22 @@ class Averages:
         agree(self._first(failure, counters))
         return {name: self.tables[name].unite(each, self._channel, counters, number) for name, each in drafts.items()}
 
+    def pass_over(self, counters: CommonCounters) -> None:
+        """What ranks of a group call in place of this that has not opened the last batch. Collective with it."""
+        self._post_step(_NONE, counters)
+
+    def _post_step(self, step: int, counters: CommonCounters) -> list[int]:
+        return self._channel.post_gather(torch.tensor([step]), counters, DOING).wait().tolist()
+
     def _check_steps(self, step: int, counters: CommonCounters) -> None:
-        steps = self._channel.post_gather(torch.tensor([step]), counters, DOING).wait().tolist()
+        steps = self._post_step(step, counters)
+        if without := [rank for rank, each in enumerate(steps) if each == _NONE]:
+            raise RefusedError(
+                f"rank {self._mesh.name(self._mesh.rank)}: no rank looks up this batch, which replicas of dynamic "
+                f"tables do not have, on ranks {[self._mesh.name(rank) for rank in without]}: their data ended, they "
+                "could not look it up, as their own errors say, or their loop was left",
+                without,
+            )
         if len(set(steps)) > 1:
             opened = ", ".join(f"rank {self._mesh.name(rank)} {each}" for rank, each in enumerate(steps))
             raise PeerError(

@@ -270,6 +270,15 @@ class Resolver:
             self._fixed = self.step
             return merged
 
+    def pass_over_merge(self) -> None:
+        """What ranks of a replica group call in place of `merge` that has not opened the last batch.
+
+        Collective with `merge`, which then raises RefusedError, and changes nothing.
+        """
+        assert self.averages is not None
+        with self._lock:
+            self.averages.pass_over(self.counters)
+
     def _agree(self, failure: PlainError | None) -> None:
         """Raises on all ranks what one of them cannot do."""
         flag = torch.tensor([int(failure is not None)])

@@ -89,11 +89,20 @@ class DynamicMeans:
         """After the batch of a step was opened, before the next one is: what groups know becomes one, if that is due.
 
         The rows follow with the step. So it decides on the same batches whether or not a pipeline opens them ahead.
-        Collective among the replicas of this rank.
+        Collective among the replicas of this rank, which call this or `pass_over`.
+
+        Raises:
+            RefusedError: a replica has no such batch.
         """
         if self._rhythm.is_due(step):
             assert self.resolver is not None
             self._ahead[step] = self.resolver.merge()
+
+    def pass_over(self, step: int) -> None:
+        """What this rank calls in place of `merge_ahead` that has opened no batch for this step."""
+        if self._rhythm.is_due(step):
+            assert self.resolver is not None
+            self.resolver.pass_over_merge()
 
     def forget_ahead(self) -> None:
         """Steps for which this was done do not come: the next average has their rows too."""

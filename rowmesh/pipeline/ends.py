@@ -101,7 +101,7 @@ class Ends:
     def refuse(self, number: int, refused: RefusedError) -> None:
         """Ranks that decide together about a batch know that some of them have none, or none that can be routed."""
         if self.is_divided:
-            self._end(number, refused)
+            self._end(number, PeerError(f"{refused} (batch {number} of the pipeline)"))
             return
         standings = [
             Standing.ENDED

@@ -167,6 +167,8 @@ class Pipeline(Generic[T]):
         self._reader: Iterator[T] = iter(())
         self._opened: dict[int, int] = {}  # by batch, of the last two that were given: which step of dynamic tables
         self._num_decided_ahead = 0  # batches whose turn to be decided together with other ranks has come
+        self._num_averaged_ahead = 0  # batches whose turn to be averaged with other replica groups has come
+        self._is_routed_over = False  # whether those that decide together know that there are no more
         self._first = FIRST  # the number of its first window
 
     def __repr__(self) -> str:
@@ -237,7 +239,8 @@ class Pipeline(Generic[T]):
     def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
         if self._num_migrations != self._engine.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._reader, self._num_decided_ahead, self._opened = reader, 0, {}
+        self._reader, self._opened = reader, {}
+        self._num_decided_ahead, self._num_averaged_ahead, self._is_routed_over = 0, 0, False
         self._ends.begin(self._first)
         for windows in self._windows:
             windows.begin(self._first)
@@ -536,6 +539,7 @@ class Pipeline(Generic[T]):
         failed = named(error, task, self._engine.mesh.rank)
         if task.stage == "route":
             if isinstance(error, RefusedError):
+                self._end_routes(number)
                 self._ends.refuse(number, error)
             elif isinstance(error, PipelineClosedError | PeerError):
                 return False
@@ -545,6 +549,7 @@ class Pipeline(Generic[T]):
                     self._pass_over(number, error)
                 batch = self._in_flight.get(number)
                 if self._engine.is_decided_ahead and not (batch and batch.is_routed):  # the others failed with it
+                    self._end_routes(number)
                     here(number, everywhere=True)
         elif task.stage == "open" and isinstance(error, (IdRangeError, RefusedError)):
             here(number, failed, everywhere=True)
@@ -590,10 +595,12 @@ class Pipeline(Generic[T]):
 
     def _route(self, task: Task, runner: Runner) -> None:
         number, engine = task.batch, self._engine
-        if self._ends.is_over(number):
+        if self._is_routed_over if engine.is_decided_ahead else self._ends.is_over(number):
             return
         if not engine.can_undo:  # what is decided of it stands, so that it must be the loop's next batch
             runner.wait_for_step(number - 1)
+        if engine.merges_next:  # nor may the step before it be refused, which replica groups do not know by themselves
+            runner.wait_for_update(number - 1)
         batch = None if self._ends.has_left else self._batch(number)
         if batch is None:
             self._pass_over(number, self._ends.error(number))
@@ -608,6 +615,7 @@ class Pipeline(Generic[T]):
         self._num_decided_ahead = number + 1
         route = engine.route_ahead(sparse)
         batch.take_route()
+        self._num_averaged_ahead = number + 1
         window = engine.make_window(route, sizes)
         window.number = window.route.number = self._first + number
         batch.take_window(window)
@@ -618,7 +626,19 @@ class Pipeline(Generic[T]):
             return
         self._num_decided_ahead = number + 1
         self._engine.pass_over(error)
+        self._end_routes(number)
         self._ends.end_here(number, everywhere=True)
+
+    def _end_routes(self, number: int) -> None:
+        """All ranks that decide together about this batch know that there is none; other replica groups learn so now.
+
+        By the next batch they all know anyway: they compare what they have before rows are given to the loop.
+        """
+        self._is_routed_over = True
+        if self._ends.is_alone or self._num_averaged_ahead > number or self._ends.is_over(number - 1):
+            return
+        self._num_averaged_ahead = number + 1
+        self._engine.pass_over_averages(number)
 
     def _sparse_of(self, item: T) -> SparseBatch:
         """The ids of an item that are looked up."""

@@ -102,7 +102,8 @@ class Runner:
             atexit.register(self.close)
 
     def enter(self, turn: int) -> None:
-        """Lets all resources into a turn."""
+        """Lets all resources into a turn; without threads, once what can be done of the turns before is."""
+        self._run_inline()
         with self._changed:
             self._turn = turn
             self._forget(turn)
@@ -155,6 +156,19 @@ class Runner:
         with self._changed:
             self._changed.wait_for(lambda: self.cancelled.is_set() or self._is_closing or self._last_step >= batch)
             if self._last_step < batch:
+                raise PipelineClosedError(f"rank {self._rank}: the pipeline was closed")
+
+    def wait_for_update(self, batch: int) -> None:
+        """Has a task wait until the update of a batch is done.
+
+        Raises:
+            PipelineClosedError: it will not be.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.cancelled.is_set() or self._is_closing or not self._threads or self._last_update >= batch
+            )
+            if self._last_update < batch:
                 raise PipelineClosedError(f"rank {self._rank}: the pipeline was closed")
 
     def is_of_use(self, task: Task) -> bool:

@@ -1,6 +1,7 @@
 """Ends of data, errors ahead, and loops that are left: every rank has trained the same steps, and can go on."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
+from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
 from tests.support.ranks import RankPool
@@ -26,6 +28,7 @@ DYNAMIC = TableSpec(
 TABLES = {
     "dynamic": [DYNAMIC],
     "dynamic, one-sided": [DYNAMIC, table("word", NUM_ROWS, 4)],
+    "dynamic, averaged": [DYNAMIC],
     "collective": [table("item", NUM_ROWS, 4)],
     "one_sided": [table("item", NUM_ROWS, 4)],
     "tiered": [TableSpec(name="item", num_rows=NUM_ROWS, dim=4, storage="tiered")],
@@ -39,6 +42,10 @@ TABLES = {
 
 def make(mesh, kind):
     transport = "auto"
+    if kind == "dynamic, averaged":
+        averages = Synchronization("average", every=2)
+        collection = EmbeddingCollection(TABLES[kind], mesh=mesh, replicas=2, synchronization=averages)
+        return collection, EmbeddingOptimizer(collection)
     if mesh.world_size > 1 and kind != "tiered":
         transport = "one_sided" if kind in ("one_sided", "dynamic, one-sided") else "collective"
     collection = EmbeddingCollection(TABLES[kind], mesh=mesh, transport=transport)
@@ -272,6 +279,110 @@ def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind):
                 assert f"rank {gone}" in error[1]
                 assert "left" in error[1]
                 assert given <= steps + 1
+
+
+# What replica groups decide for themselves, and what one thread learns before another
+
+
+def end_averages(mesh, how, depth, culprits):
+    """Averages are due after the sixth batch, which some ranks do not have; then all go on."""
+    kind = "dynamic, averaged"
+    if how != "leaves":
+        return meet_an_error(mesh, kind, how, depth, 1, culprits)
+    collection, optimizer = make(mesh, kind)
+    given, error = 0, None
+    pipeline = Pipeline(collection, depth=depth)
+    try:
+        for window in pipeline.windows(batches(mesh.rank, kind)):
+            train(window, optimizer)
+            given += 1
+            if given == BAD and mesh.rank in culprits:
+                break
+    except RowmeshError as caught:
+        error = type(caught).__name__, str(caught)
+    steps, rows = collection.step_count, values(collection)
+    for window in pipeline.windows([item for number, item in enumerate(batches(mesh.rank, kind)) if number > BAD]):
+        train(window, optimizer)
+    after = values(collection)
+    collection.close()
+    return given, steps, error, [], rows, after
+
+
+@pytest.mark.parametrize("how", ["raises", "ends", "no room", "leaves"])
+def test_averages_that_are_due_after_a_batch_that_one_replica_group_lacks(ranks, how):
+    kind, before, behind = "dynamic, averaged", range(BAD), [n for n in range(NUM_BATCHES) if n != BAD]
+    plain, gone_on = (ranks.run(train_plain, kind, numbers, world_size=2) for numbers in (before, behind))
+    for depth in (0, 1):
+        for culprit in (0, 1):
+            ends = ranks.run(end_averages, how, depth, {culprit}, world_size=2)
+            for rank, (given, steps, error, left, rows, after) in enumerate(ends):
+                assert (steps, left) == (BAD, []), (rank, error)
+                assert same(rows, plain[rank])
+                assert same(after, gone_on[rank])
+                if rank != culprit:
+                    assert error[0] == "PeerError"
+                    assert f"ranks [{culprit}]" in error[1] or f"rank {culprit}" in error[1]
+                    assert given <= BAD + (how == "leaves")
+
+
+def refuse_before_averages(mesh, depth, overlap):
+    """One rank steps the fifth batch at another learning rate; after the sixth one averages are due."""
+    collection, optimizer = make(mesh, "dynamic, averaged")
+    error = ""
+    try:
+        for window in Pipeline(collection, depth=depth, overlap=overlap).windows(batches(mesh.rank, "dynamic")):
+            if window.number == BAD - 1 and mesh.rank == 1:
+                optimizer.param_groups[0]["lr"] *= 2
+            train(window, optimizer)
+    except RowmeshError as caught:
+        error = str(caught)
+    rows = values(collection)
+    collection.close()
+    return rows, error
+
+
+def look_at_the_last(mesh):
+    return train_plain(mesh, "dynamic, averaged", range(BAD - 1), looked_at=(BAD - 1,))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_average_is_made_ahead_of_a_step_that_is_refused(ranks, overlap):
+    plain = ranks.run(look_at_the_last, world_size=2)
+    for depth in (0, 1):
+        for rank, (rows, error) in enumerate(ranks.run(refuse_before_averages, depth, overlap, world_size=2)):
+            assert "ranks disagree about how fast" in error
+            assert same(rows, plain[rank])
+
+
+def end_in_another_group(mesh, late):
+    """Data end on rank 3, which the other replica group learns when rows are due; one of its ranks routes late."""
+
+    def disturb(task):
+        if mesh.rank == late and (task.stage, task.batch) == ("route", BAD + 1):
+            time.sleep(0.3)
+
+    averages = Synchronization("average", every=100)
+    collection = EmbeddingCollection([DYNAMIC], mesh=mesh, replicas=2, synchronization=averages)
+    optimizer, error, began = EmbeddingOptimizer(collection), None, time.monotonic()
+    pipeline = Pipeline(collection, depth=1, disturb=disturb)
+    try:
+        for window in pipeline.windows(batches(mesh.rank, "dynamic", spoil=(BAD, "ends") if mesh.rank == 3 else None)):
+            train(window, optimizer)
+    except RowmeshError as caught:
+        error = type(caught).__name__
+    steps, took_s = collection.step_count, time.monotonic() - began
+    for window in pipeline.windows(batches(mesh.rank, "dynamic")):
+        train(window, optimizer)
+    after = collection.step_count
+    collection.close()
+    return steps, error, after, took_s
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_learn_of_the_end_early_decide_with_the_others_until_they_know(ranks, late):
+    for steps, error, after, took_s in ranks.run(end_in_another_group, late, world_size=4):
+        assert (steps, error, after) == (BAD, "PeerError", BAD + NUM_BATCHES)
+        assert took_s < ranks._mesh_timeout_s / 2
 
 
 # What fails once ranks have agreed on a batch
