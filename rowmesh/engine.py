@@ -57,6 +57,7 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, RowStore, TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
+from rowmesh.tables.spec import names_of
 
 logger = logging.getLogger("rowmesh")
 _numbers = count()  # of the collections that this process has made
@@ -354,7 +355,7 @@ class Engine:
     def _end(self, pins: list[BatchPin]) -> None:
         """Batches have had their step. What replicas send of it comes before the next one ends."""
         for pin in pins:
-            pin.is_ahead, pin.is_kept = False, True
+            pin.begin_step()
         done, self._last_pins = (self._last_pins, pins) if self._replicated else (pins, [])
         for pin in done:
             pin.end()
@@ -748,7 +749,7 @@ class Engine:
     def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
         """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
         shard_group, exchange, number = self._find(table)
-        if exchange.group.storage == "dynamic":
+        if exchange.is_dynamic:
             raise ConfigurationError(
                 f"table {table!r} is dynamic: its rows have ids and no numbers; known_rows({table!r}) gives them"
             )
@@ -831,7 +832,7 @@ class Engine:
                 "table beside them can migrate; save, and load under the other plan"
             )
         plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
-        if tiered := [table.name for table in self._tables if table.storage == "tiered"]:
+        if tiered := names_of(self._tables, "tiered"):
             raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
             raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")

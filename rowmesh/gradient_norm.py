@@ -71,7 +71,7 @@ def are_finite(exchanges: Sequence[GroupExchange], routes: Sequence[Route], gues
     """
     for number, exchange in enumerate(exchanges):
         groups = [route.groups[number] for route in routes if not exchange.is_frozen]
-        if exchange.group.storage == "dynamic":
+        if exchange.is_dynamic:
             pairs = _summands(exchange, groups, guests)
             is_finite = all(bool(gradients.isfinite().all()) for _, gradients in pairs)
         else:

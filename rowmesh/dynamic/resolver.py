@@ -235,9 +235,8 @@ class Resolver:
                 have been told of the step, and are told of it again by the batch that has it then.
             PeerError: a rank died, or did not come.
         """
-        if not pin.is_watched:
+        if not pin.take_watched():
             return
-        pin.is_watched = False
         failure: PlainError | None = ["RowmeshError", f"rank {self._name}: telling hooks was interrupted"]
         first: PlainError | None = None
         try:
@@ -331,7 +330,7 @@ class Resolver:
     def _take_back(self, pin: BatchPin) -> None:
         if pin.step == self.step > 0 and not pin.is_taken_back and self._can_reach(pin.step - 1):
             self._go_back(pin.step - 1)
-        pin.is_watched = False
+        pin.take_watched()  # a batch that stands is refused all the same
 
     def _go_back(self, step: int) -> None:
         self._owners.go_back(step)
@@ -449,7 +448,7 @@ class Resolver:
         again = [is_again and not each for each in is_frozen]
         if kind != _FIND and not is_again:
             self.step += 1
-            pin.step, pin.is_watched = self.step, arrived.is_watched
+            pin.open(self.step, is_watched=arrived.is_watched)
         found = [] if all(opened) else [(each, each.found, each.missing) for each in self.decided.values()]
         failure = failure or self._owners.release(arrived.first)
         ahead = self.pins.ahead

@@ -18,6 +18,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
+from rowmesh.tables.spec import names_of
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.config import Config, ScheduleConfig, chosen
 from rowmesh.train.evaluation import Evaluation
@@ -170,7 +171,7 @@ def _warn_of_checkpoints(job: Job, run: Path, model: int) -> list[str]:
 def model_bytes(job: Job) -> int:
     """About what the model takes on disk: every row once with its state, and the network with two moments at most."""
     rows = sum(table.shape.num_rows * table.shape.row_bytes for table in job.placement.plan.tables)
-    cored = [table.name for table in job.embeddings.tables if table.storage == "tensor_train"]
+    cored = names_of(job.embeddings.tables, "tensor_train")
     rows += sum(sum(job.embeddings.cores(name).num_bytes) for name in cored)
     return rows + 3 * sum(parameter.nbytes for parameter in job.network.parameters())
 
