@@ -26,8 +26,9 @@ All transports give the same results to the bit: requests are merged in the orde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,36 @@ from rowmesh.tables import TableGroup
 X = TypeVar("X", bound=GroupExchange)
 Meanwhile = Callable[[AnyRouteGroup], None]
 """What is done for each group while its rows travel."""
+
+
+class Pushes(Protocol):
+    """What takes a step by itself, see [Note: a step is taken by all ranks or by none]."""
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None: ...
+    def apply(self) -> None: ...
+    def withdraw(self) -> None: ...
+
+
+def take_step(pushes: Pushes, prepare: Callable[[], None], step: Step) -> None:
+    """The three parts of a push, one after the other. Collective.
+
+    Args:
+        pushes: what agrees and applies.
+        prepare: its first part.
+        step: of this rank.
+
+    Raises:
+        Exception: why no rank takes the step; nothing has changed then.
+    """
+    refusal = None
+    try:
+        prepare()
+    except Exception as error:
+        refusal = error
+    if (refusal := pushes.agree(step, refusal)) is not None:
+        pushes.withdraw()
+        raise refusal
+    pushes.apply()
 
 
 class Transport(Generic[X]):
@@ -105,15 +136,7 @@ class Transport(Generic[X]):
             ConfigurationError: ranks have different learning rates in this step; on all alike.
             PeerError: another rank cannot take it, and said so.
         """
-        refusal = None
-        try:
-            self.prepare(routes, updates, step)
-        except Exception as error:
-            refusal = error
-        if (refusal := self.agree(step, refusal)) is not None:
-            self.withdraw()
-            raise refusal
-        self.apply()
+        take_step(self, partial(self.prepare, routes, updates, step), step)
 
     # Its parts, see [Note: a step is taken by all ranks or by none]
 
