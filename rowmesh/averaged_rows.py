@@ -67,7 +67,7 @@ class AveragedRows:
             )
         self._embeddings, self.decay, self.num_updates = embeddings, decay, 0
         self._migrations = embeddings.engine.num_migrations
-        # Of each piece of rows: its average, unless that stands where the rows were; and the rows, while it may.
+        # By piece of rows: its average, None while that stands in their place, and then the rows.
         self._averages: list[Tensor | None] = [values.detach().cpu().clone() for values, _ in self._current()]
         self._rows: list[Tensor | None] = [None] * len(self._averages)
 
@@ -100,8 +100,8 @@ class AveragedRows:
         """Within it look-ups find the averages, and `rowmesh.save` writes them; afterwards rows are as before.
 
         However the block ends, and where entering it fails on any rank, rows come back on all. Within it steps, loads,
-        migrations and pipelines are refused: they would change averages. What `async_save` began in it is waited for at
-        its end. Collective.
+        migrations and pipelines are refused: they would change averages. Its end waits for what `async_save` began in
+        it. Collective.
 
         Raises:
             RowmeshError: a pipeline runs; averages are applied already; or a rank could not change its rows.

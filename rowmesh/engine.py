@@ -169,7 +169,7 @@ class Engine:
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
     def _make_mark(self) -> FailureMark:
-        """What tells other ranks that a step of these tables ended half way. Collective."""
+        """Makes the mark by which ranks tell each other that a step of these tables ended half way. Collective."""
         name, mesh = None, self._rows_mesh
         if mesh.world_size > 1:
             own = f"{mesh.run.rank}-{next(_numbers)}"
@@ -479,7 +479,7 @@ class Engine:
         return is_finite
 
     def _guests(self, doing: str) -> dict[str, np.ndarray]:
-        """Of each dynamic table rows whose gradients are dropped. Collective."""
+        """The rows of each dynamic table whose gradients are dropped. Collective."""
         return {} if self.resolver is None else self.resolver.guests(doing)
 
     def gradient_norm(self) -> float:
@@ -524,7 +524,7 @@ class Engine:
         return made
 
     def agreement(self, use: str, width: int) -> Agreement:
-        """What ranks exchange words by while rows are looked up and updated. Collective."""
+        """Makes an exchange of a few numbers, for use while rows are looked up and updated. Collective."""
         shares_memory = self.shard_groups.transport == "one_sided"
         return Agreement(self._rows_mesh, use, width, self.options.common, shares_memory=shares_memory)
 
@@ -619,7 +619,7 @@ class Engine:
         return self.resolver is None or self.resolver.can_undo
 
     def pass_over(self, error: Exception | None) -> None:
-        """What a rank calls in place of `route_ahead` that has no further batch, or no batch that can be routed.
+        """Takes the place of `route_ahead` on a rank that has no further batch, or none that can be routed.
 
         Collective; for tables that are decided ahead. Returns where no rank has a batch, and raises RefusedError on all
         ranks where one has.

@@ -164,7 +164,7 @@ class Resolver:
             again: whether it is a batch under way that is computed again, which opens no step.
 
         Returns:
-            What keeps the frames until the batch has ended; its `step` is the one that was opened.
+            The pin that keeps the frames until the batch has ended; its `step` is the one that was opened.
 
         Raises:
             NoRoomError, DataError, StoreError: on all ranks alike, where an owner cannot open the step; names it.
@@ -184,7 +184,7 @@ class Resolver:
                 raise
 
     def pass_over(self, error: PlainError | None = None) -> None:
-        """What a rank calls in place of `__call__` that has no further batch, or whose batch it cannot route.
+        """Takes the place of `__call__` on a rank that has no further batch, or cannot route it.
 
         Collective with `__call__` and `pass_over` of the other ranks, in the place of that batch: it takes part in the
         first message of the batch, by a letter without ids. No rank decides anything. Where no rank has a batch, it
@@ -342,7 +342,7 @@ class Resolver:
         return step >= min(self._fixed, self.step)
 
     def go_on_after(self, step: int) -> None:
-        """What is known was replaced by what was known after a step: nothing before it can be taken back."""
+        """Goes on from a step whose knowledge was loaded: nothing before it can be taken back."""
         with self._lock:
             self._owners.forget_opened()
             self.step = self._fixed = step

@@ -13,8 +13,8 @@ A push has three parts, each of which a step does for all its groups of tables b
     apply     gradients travel, rows change. Nothing is undone: where a rank fails now, the tables are of no use any
               more, which all ranks learn (`rowmesh.mesh.failures`)
 
-What messages bring may need more room than a rank can know before. Of that it has as much as steps before needed;
-where ranks see that one needs more, they make it and agree once more.
+Messages may bring more than a rank can know before. It has as much room for them as steps before needed; where ranks
+see that one needs more, they make it and agree once more.
 
 Both are collective: every rank calls them equally often and in the same order, or all ranks get a PeerError that says
 which rank does what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a

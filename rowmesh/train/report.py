@@ -129,7 +129,7 @@ def model_text(metadata: Mapping[str, Any]) -> str:
 
 
 def password_lines(config: Config) -> list[str]:
-    """What to do about passwords that stand in a configuration; no lines where there are none."""
+    """Advice about passwords that stand in a configuration; no lines where there are none."""
     places = list(places_of_passwords(config.model_dump(exclude_none=True)))
     if not places:
         return []

@@ -28,7 +28,7 @@ _LEASES = "rowmesh:leases"
 
 
 class Lease:
-    """A prefix that no other process has. What processes left that have ended is removed first.
+    """A prefix that no other process has. Making one first removes the keys of processes that have ended.
 
     A process of this host has ended when it is not there any more, however long it has been silent; one of another host
     when its lease has run out.

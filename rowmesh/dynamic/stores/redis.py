@@ -22,8 +22,8 @@ class RedisRecords:
 
     Its keys are its own: other processes, and other runs on the same server, have others. They go when it is closed, or
     when another one is made after this process has ended; see `Lease`. With every call the lease is read: a server that
-    was started again without its data is an error, and not a table without records. What the server does with what it
-    has acknowledged is its own configuration: `appendonly yes` with `appendfsync always` loses nothing.
+    was started again without its data is an error, and not a table without records. The server's own configuration
+    says whether it keeps what it has acknowledged: `appendonly yes` with `appendfsync always` loses nothing.
 
     Behind each record is its checksum, so that one that is damaged, or is another's, is an error that names the id.
 
