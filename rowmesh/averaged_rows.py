@@ -13,6 +13,7 @@ from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.faults import reach
 from rowmesh.interrupts import hold, release
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.tables.spec import names_of
 from rowmesh.turns import wait_for_those_before
 
 
@@ -46,12 +47,12 @@ class AveragedRows:
     def __init__(self, embeddings: EmbeddingCollection, decay: float = 0.999) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ConfigurationError(f"decay must be 0 to 1, got {decay}")
-        if tiered := [table.name for table in embeddings.tables if table.storage == "tiered"]:
+        if tiered := names_of(embeddings.tables, "tiered"):
             raise ConfigurationError(
                 f"an average of the tiered tables {tiered} would need all their rows in memory; average the other "
                 "modules alone, or keep these tables dense"
             )
-        if dynamic := [table.name for table in embeddings.tables if table.storage == "dynamic"]:
+        if dynamic := names_of(embeddings.tables, "dynamic"):
             raise ConfigurationError(
                 f"the dynamic tables {dynamic} have no moving average: their rows come and go with their ids, and an "
                 "evicted row's memory has another id's next; average the other modules alone, put these tables into a "
@@ -66,7 +67,7 @@ class AveragedRows:
             )
         self._embeddings, self.decay, self.num_updates = embeddings, decay, 0
         self._migrations = embeddings.engine.num_migrations
-        # Of each piece of rows: its average, unless that stands where the rows were; and the rows, while it may.
+        # By piece of rows: its average, None while that stands in their place, and then the rows.
         self._averages: list[Tensor | None] = [values.detach().cpu().clone() for values, _ in self._current()]
         self._rows: list[Tensor | None] = [None] * len(self._averages)
 
@@ -99,8 +100,8 @@ class AveragedRows:
         """Within it look-ups find the averages, and `rowmesh.save` writes them; afterwards rows are as before.
 
         However the block ends, and where entering it fails on any rank, rows come back on all. Within it steps, loads,
-        migrations and pipelines are refused: they would change averages. What `async_save` began in it is waited for at
-        its end. Collective.
+        migrations and pipelines are refused: they would change averages. Its end waits for what `async_save` began in
+        it. Collective.
 
         Raises:
             RowmeshError: a pipeline runs; averages are applied already; or a rank could not change its rows.

@@ -78,7 +78,7 @@ class EmbeddingCollection(TableModule):
         device: where rows live and look-ups run, "cpu" or "cuda" (the current GPU); equal to rounding. Batches stay in
             the host's memory, best pinned; vectors come out on the device.
         wire_dtype: `torch.bfloat16` rounds rows and gradients in messages to half their bytes; it changes the model.
-            What does not travel is not rounded: one-sided nothing is, so with transport "auto" the ranks of one host
+            Rows that do not travel are not rounded: one-sided none are, so with transport "auto" the ranks of one host
             train another model than those of two; `transport_reason` says which.
 
     Raises:
@@ -380,9 +380,9 @@ class EmbeddingCollection(TableModule):
 
         Args:
             table: its name.
-            hook: is given a `rowmesh.dynamic.Decisions`, whose arrays it may keep. What it raises refuses the batch on
-                all ranks, as a RowmeshError that names it: nothing was decided then, and hooks that had been told of
-                the step are told of one of that number again, which holds.
+            hook: is given a `rowmesh.dynamic.Decisions`, whose arrays it may keep. An error that it raises
+                refuses the batch on all ranks, as a RowmeshError that names it: nothing was decided then, and hooks
+                that had been told of the step are told of one of that number again, which holds.
 
         Returns:
             What takes it away again, by `remove()`.

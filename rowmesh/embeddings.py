@@ -173,7 +173,7 @@ def split_apart(values: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tens
 
 
 class Embeddings:
-    """What a look-up returns. Vectors may be changed in place, as those of any layer (`nn.ReLU(inplace=True)`).
+    """The vectors of a look-up. They may be changed in place, as those of any layer (`nn.ReLU(inplace=True)`).
 
     Attributes:
         features: the pooled features, in the order of their columns.
@@ -203,7 +203,7 @@ class Embeddings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all vectors."""
+        """The dtype of all vectors."""
         return self._values.dtype
 
     @property

@@ -65,6 +65,7 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import DenseArena, RowStore, TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
+from rowmesh.tables.spec import names_of
 
 logger = logging.getLogger("rowmesh")
 _numbers = count()  # of the collections that this process has made
@@ -177,7 +178,7 @@ class Engine:
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
     def _make_mark(self) -> FailureMark:
-        """What tells other ranks that a step of these tables ended half way. Collective."""
+        """Makes the mark by which ranks tell each other that a step of these tables ended half way. Collective."""
         name, mesh = None, self._rows_mesh
         if mesh.world_size > 1:
             own = f"{mesh.run.rank}-{next(_numbers)}"
@@ -365,7 +366,7 @@ class Engine:
     def _end(self, pins: list[BatchPin]) -> None:
         """Batches have had their step. What replicas send of it comes before the next one ends."""
         for pin in pins:
-            pin.is_ahead, pin.is_kept = False, True
+            pin.begin_step()
         done, self._last_pins = (self._last_pins, pins) if self._replicated else (pins, [])
         for pin in done:
             pin.end()
@@ -489,7 +490,7 @@ class Engine:
         return is_finite
 
     def _guests(self, doing: str) -> dict[str, np.ndarray]:
-        """Of each dynamic table rows whose gradients are dropped. Collective."""
+        """The rows of each dynamic table whose gradients are dropped. Collective."""
         return {} if self.resolver is None else self.resolver.guests(doing)
 
     def gradient_norm(self) -> float:
@@ -534,7 +535,7 @@ class Engine:
         return made
 
     def agreement(self, use: str, width: int) -> Agreement:
-        """What ranks exchange words by while rows are looked up and updated. Collective."""
+        """Makes an exchange of a few numbers, for use while rows are looked up and updated. Collective."""
         shares_memory = self.shard_groups.transport == "one_sided"
         return Agreement(self._rows_mesh, use, width, self.options.common, shares_memory=shares_memory)
 
@@ -634,7 +635,7 @@ class Engine:
         return self.resolver is not None and self.resolver.merge_is_due
 
     def pass_over(self, error: Exception | None) -> None:
-        """What a rank calls in place of `route_ahead` that has no further batch, or no batch that can be routed.
+        """Takes the place of `route_ahead` on a rank that has no further batch, or none that can be routed.
 
         Collective; for tables that are decided ahead. Returns where no rank has a batch, and raises RefusedError on all
         ranks where one has.
@@ -786,7 +787,7 @@ class Engine:
     def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
         """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
         shard_group, exchange, number = self._find(table)
-        if exchange.group.storage == "dynamic":
+        if exchange.is_dynamic:
             raise ConfigurationError(
                 f"table {table!r} is dynamic: its rows have ids and no numbers; known_rows({table!r}) gives them"
             )
@@ -869,7 +870,7 @@ class Engine:
                 "table beside them can migrate; save, and load under the other plan"
             )
         plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
-        if tiered := [table.name for table in self._tables if table.storage == "tiered"]:
+        if tiered := names_of(self._tables, "tiered"):
             raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
             raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")

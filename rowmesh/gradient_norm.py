@@ -71,7 +71,7 @@ def are_finite(exchanges: Sequence[GroupExchange], routes: Sequence[Route], gues
     """
     for number, exchange in enumerate(exchanges):
         groups = [route.groups[number] for route in routes if not exchange.is_frozen]
-        if exchange.group.storage == "dynamic":
+        if exchange.is_dynamic:
             pairs = _summands(exchange, groups, guests)
             is_finite = all(bool(gradients.isfinite().all()) for _, gradients in pairs)
         else:
@@ -98,7 +98,7 @@ def _summands(
 def _sum_of_squares(
     mesh: Mesh, exchange: GroupExchange, groups: Sequence[AnyRouteGroup], guests: Mapping[str, np.ndarray]
 ) -> float:
-    """Of the rows that this rank adds up."""
+    """The sum over the rows that this rank adds up."""
     dim, dtype = exchange.group.dim, compute_dtype(exchange.group.dtype)
     pairs = _summands(exchange, groups, guests)
     keys = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(numbers for numbers, _ in pairs)])

@@ -27,54 +27,51 @@ _set: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.s
 _get: Callable[[int], Any] = getattr(getsignal, "__wrapped__", getsignal)
 
 
-class _State:
-    """Of the main thread, which alone runs handlers of signals."""
+class _Acts:
+    """Acts of the main thread, which alone runs handlers of signals."""
 
     def __init__(self) -> None:
-        self.thread = threading.main_thread().ident
-        self.depth = 0  # acts, one within another
-        self.before: Callable[[int, FrameType | None], Any] | None = None  # the handler that the program has
-        self.noted_s: float | None = None  # when Ctrl-C came
+        self._thread = threading.main_thread().ident
+        self._depth = 0  # acts, one within another
+        self._before: Callable[[int, FrameType | None], Any] | None = None  # the handler that the program has
+        self._noted_s: float | None = None  # when Ctrl-C came
+
+    def hold(self) -> None:
+        """Begins an act. `release` must follow, whatever happens; acts may be nested."""
+        if get_ident() != self._thread:
+            return
+        if self._depth:
+            self._depth += 1
+        elif callable(before := _get(SIGINT)):  # else the system, or what is no Python, handles it
+            self._before, self._noted_s = before, None
+            _set(SIGINT, self._note)
+            self._depth = 1
+
+    def release(self) -> None:
+        """Ends an act; calls the handler of before if Ctrl-C came meanwhile, which may raise KeyboardInterrupt."""
+        if get_ident() != self._thread or not self._depth:
+            return
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        before = self._before
+        self._depth = 0
+        if _get(SIGINT) == self._note:  # else what ran meanwhile has set another
+            _set(SIGINT, before)
+        if self._noted_s is not None and before is not None:
+            self._noted_s = None
+            before(SIGINT, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._noted_s is None:
+            self._noted_s = now_s
+        elif now_s - self._noted_s >= _IMPATIENT_S and self._before is not None:
+            self._before(number, frame)
 
 
-_state = _State()
+_acts = _Acts()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_state.__init__)
+    os.register_at_fork(after_in_child=_acts.__init__)
 
-
-def hold() -> None:
-    """Begins an act. `release` must follow, whatever happens; acts may be nested."""
-    state = _state
-    if get_ident() != state.thread:
-        return
-    if state.depth:
-        state.depth += 1
-    elif callable(before := _get(SIGINT)):  # else the system, or what is no Python, handles it
-        state.before, state.noted_s = before, None
-        _set(SIGINT, _note)
-        state.depth = 1
-
-
-def release() -> None:
-    """Ends an act; calls the handler of before if Ctrl-C came meanwhile, which may raise KeyboardInterrupt."""
-    state = _state
-    if get_ident() != state.thread or not state.depth:
-        return
-    if state.depth > 1:
-        state.depth -= 1
-        return
-    before = state.before
-    state.depth = 0
-    if _get(SIGINT) is _note:  # else what ran meanwhile has set another
-        _set(SIGINT, before)
-    if state.noted_s is not None and before is not None:
-        state.noted_s = None
-        before(SIGINT, None)
-
-
-def _note(number: int, frame: FrameType | None) -> None:
-    state, now_s = _state, time.monotonic()
-    if state.noted_s is None:
-        state.noted_s = now_s
-    elif now_s - state.noted_s >= _IMPATIENT_S and state.before is not None:
-        state.before(number, frame)
+hold, release = _acts.hold, _acts.release

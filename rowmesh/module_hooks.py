@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError
-from rowmesh.row_state import Holder, Kind, entries, load_rows, no_numbers, save_rows, tables_of
+from rowmesh.row_state import Holder, Kind, entries, load_rows, no_numbers, save_rows
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged
 from rowmesh.state_form import state_form
+from rowmesh.tables.spec import names_of
 
 if TYPE_CHECKING:
     from rowmesh.engine import Engine
@@ -194,10 +195,10 @@ class TableModule(nn.Module):
     def _no_copy(self) -> RowmeshError:
         """Says what works with these tables in the place of a copy."""
         holder = cast("Holder", self)
-        has_state = holder.mesh.world_size == 1 and not tables_of(holder, "tiered", "dynamic")
+        has_state = holder.mesh.world_size == 1 and not names_of(holder.tables, "tiered", "dynamic")
         ways = "load_state_dict(embeddings.state_dict()), or by " * has_state + "rowmesh.save and rowmesh.load"
         averages = "for a moving average of rows take rowmesh.AveragedRows in the place of AveragedModel"
-        if tables_of(holder, "tiered", "dynamic"):
+        if names_of(holder.tables, "tiered", "dynamic"):
             averages = "a moving average of the rows of tiered and dynamic tables cannot be had"
         return RowmeshError(
             "an EmbeddingCollection cannot be copied or pickled: its rows may be spread over ranks. Make another with "
@@ -219,7 +220,7 @@ class TableModule(nn.Module):
             CheckpointError: it is of other tables, or of another optimizer.
         """
         holder = cast("Holder", self)
-        if tables_of(holder, "dynamic"):
+        if names_of(holder.tables, "dynamic"):
             raise CheckpointError(no_numbers(holder))
         wanted = set(entries(holder, kind))
         if wanted != set(tensors):

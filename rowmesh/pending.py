@@ -77,7 +77,7 @@ class Pending:
                 release()
 
     def choose(self, routes: Sequence[Route] | None) -> list[Route]:
-        """What this thread is about to push, in the order of the look-ups, since backward may run in any.
+        """The routes that this thread is about to push, in the order of the look-ups, since backward may run in any.
 
         They wait until `remove`: the push may be refused, and tried again.
 

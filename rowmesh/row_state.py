@@ -22,6 +22,7 @@ from rowmesh.state_form import state_form
 from rowmesh.tables import TableSpec
 from rowmesh.tables.cores import Cores
 from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.spec import names_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -96,17 +97,12 @@ def entries(holder: Holder, kind: Kind) -> dict[str, Entry]:
     return found
 
 
-def tables_of(holder: Holder, *storages: str) -> list[str]:
-    """The names of the tables that are kept so."""
-    return [table.name for table in holder.tables if table.storage in storages]
-
-
 def no_numbers(holder: Holder) -> str:
     """Why a state dictionary cannot have dynamic tables."""
     return (
-        f"the dynamic tables {tables_of(holder, 'dynamic')} cannot be in a state dictionary: their rows have ids and "
-        "no numbers. rowmesh.save(folder, {'model': model, …}) writes them with all else, and rowmesh.load reads them "
-        "on any number of ranks; known_rows() gives copies of those of this rank"
+        f"the dynamic tables {names_of(holder.tables, 'dynamic')} cannot be in a state dictionary: their rows have ids "
+        "and no numbers. rowmesh.save(folder, {'model': model, …}) writes them with all else, and rowmesh.load reads "
+        "them on any number of ranks; known_rows() gives copies of those of this rank"
     )
 
 
@@ -120,9 +116,9 @@ def save_rows(holder: Holder, kind: Kind) -> dict[str, Tensor]:
     form, mesh = state_form(), holder.mesh
     if form == "elsewhere":
         return {}
-    if tables_of(holder, "dynamic"):
+    if names_of(holder.tables, "dynamic"):
         raise CheckpointError(no_numbers(holder))
-    if tiered := tables_of(holder, "tiered"):
+    if tiered := names_of(holder.tables, "tiered"):
         raise CheckpointError(
             f"state_dict() would bring all rows of the tiered tables {tiered} into memory; rowmesh.save(folder, "
             "{'model': model, …}) writes them from where they are"

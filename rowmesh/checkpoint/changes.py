@@ -47,7 +47,7 @@ class Changes:
         """What was updated since the last call, and notes anew; to be called between two steps.
 
         Returns:
-            What changed; None where that is not known: the first time, where rows changed otherwise, where a store of
+            The changes; None where they are not known: the first time, where rows changed otherwise, where a store of
             demoted ids does not answer, and where there is no memory for it.
         """
         self._embeddings.synchronize()

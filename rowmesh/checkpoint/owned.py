@@ -1,4 +1,4 @@
-"""What in a folder is of a checkpoint: that alone is ever removed or replaced, whatever the folder is called.
+"""Owned: finds what in a folder is of a checkpoint. That alone is removed or replaced, whatever the folder is called.
 
 A checkpoint has a manifest, a folder of files for each time it was written (one, unless a writer was interrupted), and
 in a run perhaps the best model, which is a checkpoint itself. A link is removed, and never what it leads to.
@@ -106,7 +106,7 @@ def _has_files(folder: Path) -> bool:
 
 
 def _folders_of_files(folder: Path) -> list[Path]:
-    """Those that have a checkpoint's files, some of them or none, and nothing else."""
+    """The folders in it that have files of a checkpoint, or none, and nothing else."""
     with contextlib.suppress(OSError):
         named = [path for path in folder.iterdir() if re.fullmatch(FOLDER_PATTERN, path.name)]
         return [path for path in named if _has_files_alone(path)]

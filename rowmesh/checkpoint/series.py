@@ -32,7 +32,7 @@ LOCK = ".checkpoints.lock"
 class Series:
     """The checkpoints in a folder.
 
-    What is none of them stays, whatever it is called: see `rowmesh.checkpoint.owned`.
+    Everything else in it stays, whatever it is called: see `rowmesh.checkpoint.owned`.
 
     Args:
         folder: where they are; it need not exist.

@@ -47,7 +47,7 @@ _KINDS = (UnreadableError, DamagedCheckpointError)
 
 
 def _kind_of(kinds: Sequence[str]) -> type[CheckpointError]:
-    """Of what ranks met: damage is proven where no rank failed for another reason."""
+    """The error for all ranks: damage is proven only where no rank failed for another reason."""
     if UnreadableError.__name__ in kinds:
         return UnreadableError
     return DamagedCheckpointError if set(kinds) == {DamagedCheckpointError.__name__} else CheckpointError

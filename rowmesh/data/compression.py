@@ -33,11 +33,11 @@ _UNREADABLE = {
 
 
 CORRUPT = (pa.ArrowException, OSError, EOFError, zlib.error)
-"""What reading a stream raises where a file is damaged or cut."""
+"""Errors of reading a stream whose file is damaged or cut."""
 
 
 class Stream(Protocol):
-    """What is read of."""
+    """A source of bytes."""
 
     def read(self, size: int, /) -> bytes:
         """At most so many bytes; none at the end."""

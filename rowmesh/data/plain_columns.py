@@ -19,8 +19,8 @@ _Known = pa.types
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """The plain type in which values of a type are taken.
 
-    Of dictionaries, run ends and extensions that of their values; views and values of fixed size are text, bytes or
-    lists like others.
+    Dictionaries, run ends and extensions are taken in the type of their values; views and values of fixed size as text,
+    bytes or lists.
 
     Example:
         >>> str(plain_type(pa.string_view())), str(plain_type(pa.list_(pa.dictionary(pa.int8(), pa.string()), 2)))

@@ -78,7 +78,7 @@ def total_size(path: Path, schema: Schema) -> int:
 
 
 def dense_dtype(schema: Schema) -> np.dtype[np.floating]:
-    """Of the dense values of blocks: float32, as models take them, unless something is subtracted from them first.
+    """The dtype of dense values in blocks: float32, as models take them, unless something is subtracted first.
 
     float32 holds no seconds of a time and no units of a large id, so values that are to be standardised stay float64.
     """

@@ -74,7 +74,7 @@ class DecisionHooks:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those that there are now, for `__call__`."""
+        """The numbers of the hooks that are registered now, for `__call__`."""
         return tuple(self._hooks)
 
     def __call__(self, numbers: Sequence[int], step: int, ids: np.ndarray, counts: np.ndarray, opened: Opened) -> None:

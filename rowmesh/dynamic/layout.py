@@ -16,6 +16,7 @@ from rowmesh.mesh.grid import Grid
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic import Dynamic
+from rowmesh.tables.spec import names_of
 
 LEAST_SPARE = 65_536
 
@@ -99,7 +100,7 @@ def with_frames(plan: Plan, tables: Sequence[TableSpec], replicas: Mapping[str, 
 
 def replicas_of_dynamic(tables: Sequence[TableSpec], replicas: int | Mapping[str, int]) -> dict[str, int]:
     """M of each dynamic table, by name."""
-    names = [table.name for table in tables if table.storage == "dynamic"]
+    names = names_of(tables, "dynamic")
     return {name: replicas if isinstance(replicas, int) else replicas.get(name, 1) for name in names}
 
 

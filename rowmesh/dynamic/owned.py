@@ -69,7 +69,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Untold:
-    """What hooks have still to be told of a step.
+    """A step of which hooks have still to be told.
 
     Attributes:
         hooks: those that there were when it was opened.
@@ -238,7 +238,7 @@ class OwnedTable:
         return self.shards.device_index
 
     def check_found(self, found: LookedUp, step: int) -> SeenIds:
-        """What the host must know of a step; raises NoRoomError where `open_found` would fail, changes nothing."""
+        """Reads from the device what `open_found` needs; raises NoRoomError where that would fail. Changes nothing."""
         seen = self.device_index.seen(found)
         self.shards.check_seen(seen, step)
         return seen

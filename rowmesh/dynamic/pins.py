@@ -24,6 +24,23 @@ class BatchPin:
         self._pins, self.number, self.is_ahead, self.is_kept = pins, number, False, False
         self.step, self.is_watched, self.is_taken_back = 0, False, False
 
+    def open(self, step: int, *, is_watched: bool) -> None:
+        """The batch opens a step; hooks have to be told of it where it is watched."""
+        self.step, self.is_watched = step, is_watched
+
+    def take_back(self) -> None:
+        """What the batch decided is taken back: no hook is told of it any more."""
+        self.is_taken_back, self.is_watched = True, False
+
+    def take_watched(self) -> bool:
+        """Whether hooks have still to be told of the batch; from here on they have not."""
+        is_watched, self.is_watched = self.is_watched, False
+        return is_watched
+
+    def begin_step(self) -> None:
+        """The step of the batch is being done: its frames are kept until `end`."""
+        self.is_ahead, self.is_kept = False, True
+
     def end(self) -> None:
         """Nothing of the batch is read or updated any more."""
         self.is_ahead = False
@@ -68,7 +85,7 @@ class BatchPins:
         """Batches that opened a later step are taken back."""
         for pin in list(self._under_way.values()):
             if pin.step > step:
-                pin.is_taken_back, pin.is_watched = True, False
+                pin.take_back()
 
     @property
     def next(self) -> int:

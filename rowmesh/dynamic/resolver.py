@@ -164,7 +164,7 @@ class Resolver:
             again: whether it is a batch under way that is computed again, which opens no step.
 
         Returns:
-            What keeps the frames until the batch has ended; its `step` is the one that was opened.
+            The pin that keeps the frames until the batch has ended; its `step` is the one that was opened.
 
         Raises:
             NoRoomError, DataError, StoreError: on all ranks alike, where an owner cannot open the step; names it.
@@ -184,7 +184,7 @@ class Resolver:
                 raise
 
     def pass_over(self, error: PlainError | None = None) -> None:
-        """What a rank calls in place of `__call__` that has no further batch, or whose batch it cannot route.
+        """Takes the place of `__call__` on a rank that has no further batch, or cannot route it.
 
         Collective with `__call__` and `pass_over` of the other ranks, in the place of that batch: it takes part in the
         first message of the batch, by a letter without ids. No rank decides anything. Where no rank has a batch, it
@@ -235,9 +235,8 @@ class Resolver:
                 have been told of the step, and are told of it again by the batch that has it then.
             PeerError: a rank died, or did not come.
         """
-        if not pin.is_watched:
+        if not pin.take_watched():
             return
-        pin.is_watched = False
         failure: PlainError | None = ["RowmeshError", f"rank {self._name}: telling hooks was interrupted"]
         first: PlainError | None = None
         try:
@@ -340,7 +339,7 @@ class Resolver:
     def _take_back(self, pin: BatchPin) -> None:
         if pin.step == self.step > 0 and not pin.is_taken_back and self._can_reach(pin.step - 1):
             self._go_back(pin.step - 1)
-        pin.is_watched = False
+        pin.take_watched()  # a batch that stands is refused all the same
 
     def _go_back(self, step: int) -> None:
         self._owners.go_back(step)
@@ -352,7 +351,7 @@ class Resolver:
         return step >= min(self._fixed, self.step)
 
     def go_on_after(self, step: int) -> None:
-        """What is known was replaced by what was known after a step: nothing before it can be taken back."""
+        """Goes on from a step whose knowledge was loaded: nothing before it can be taken back."""
         with self._lock:
             self._owners.forget_opened()
             self.step = self._fixed = step
@@ -458,7 +457,7 @@ class Resolver:
         again = [is_again and not each for each in is_frozen]
         if kind != _FIND and not is_again:
             self.step += 1
-            pin.step, pin.is_watched = self.step, arrived.is_watched
+            pin.open(self.step, is_watched=arrived.is_watched)
         found = [] if all(opened) else [(each, each.found, each.missing) for each in self.decided.values()]
         failure = failure or self._owners.release(arrived.first)
         ahead = self.pins.ahead

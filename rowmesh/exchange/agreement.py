@@ -19,7 +19,7 @@ _FLAG_BYTES = 128
 class Agreement:
     """Has every rank know some whole numbers of every rank. Making one is collective.
 
-    One exchange moves 8 bytes a number to every rank: between hosts .12 ms over gloo, in shared memory some 10 µs.
+    An exchange moves 8 bytes a number to every rank: between hosts .12 ms over gloo, in shared memory some 10 µs.
 
     Args:
         mesh: the ranks.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step, StepRefusedError, after_hearing, check_rates
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route, ShardGroupRoute
-from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique
+from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique, take_step
 from rowmesh.exchange.transports import TransportName, transport_for
 from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
@@ -178,15 +179,7 @@ class CoreShardGroup:
             routes: with gradients.
             step: of all groups of the collection.
         """
-        refusal = None
-        try:
-            self.prepare(routes, step)
-        except Exception as error:
-            refusal = error
-        if (refusal := self.agree(step, refusal)) is not None:
-            self.withdraw()
-            raise refusal
-        self.apply()
+        take_step(self, partial(self.prepare, routes, step), step)
 
     # The parts of a push, see [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`. On
     # devices all is launched when it is applied.

@@ -143,7 +143,7 @@ class GroupExchange:
         raise NotImplementedError
 
     def withdraw(self) -> None:
-        """What was prepared is not done: rows that were pinned for it may leave fast memory."""
+        """Forgets what was prepared: rows that were pinned for it may leave fast memory."""
 
     def count_alone(self, group: AnyRouteGroup) -> None:
         """Counts what a batch asked for and is updated now, where no other batch or rank has a part."""

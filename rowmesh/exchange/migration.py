@@ -105,7 +105,7 @@ class _Agreement:
         self._mesh, self._lack = mesh, ""
 
     def make(self, action: Callable[[], T]) -> T:
-        """What an action returns which needs memory. Collective.
+        """Does what needs memory, and returns its result. Collective.
 
         Raises:
             MemoryError: on all ranks alike, where one has none, or had none before; names it.
@@ -124,7 +124,7 @@ class _Agreement:
         return on_all_ranks(self._mesh, "making room to move rows", named)
 
     def attempt(self, action: Callable[[], T]) -> T | None:
-        """What an action returns; notes where it has no memory, which the next agreement raises."""
+        """Does what needs memory, and returns its result; the next agreement raises where there was none."""
         try:
             return action()
         except (MemoryError, OSError, RuntimeError) as error:  # the last is torch's

@@ -49,10 +49,10 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         # Peers' send buffers as they look here, mapped again where a peer makes one anew: its generation, the arguments
         # of `Sources.add` and the first ones of `Sources.add_copied`, and what has the memory.
         self._mapped: dict[tuple[int, int, int], tuple[int, _Requests, _Copied, list[SharedBuffer]]] = {}
-        # Of every rank: its barrier flag; how many fetches it made, whether it refuses the step and the digest of its
-        # learning rates, whether it announces anything new, whether it has no room for what is new; for each group how
-        # many send buffers it announces, and which; for each group how many entries for each rank it has announced at
-        # most, and send buffers.
+        # The line of every rank: its barrier flag; how many fetches it made, whether it refuses the step and the digest
+        # of its learning rates, whether it announces anything new, whether it has no room for what is new; for each
+        # group how many send buffers it announces, and which; for each group how many entries for each rank it has
+        # announced at most, and send buffers.
         self._group_bytes, size = 8 * (1 + _ENTRY * MAX_ROUTES), mesh.world_size
         self._board: SharedBuffer | None = None
         self._shown: list[dict[int, int]] = [{} for _ in range(num_groups)]  # send buffers that all peers know

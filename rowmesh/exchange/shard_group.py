@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
-from rowmesh.exchange.transport import Meanwhile, Transport
+from rowmesh.exchange.transport import Meanwhile, Transport, take_step
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
@@ -230,15 +231,7 @@ class ShardGroup:
         """
         if self.needs_flush:
             self.flush()
-        refusal = None
-        try:
-            self.prepare(routes, step)
-        except Exception as error:
-            refusal = error
-        if (refusal := self.agree(step, refusal)) is not None:
-            self.withdraw()
-            raise refusal
-        self.apply()
+        take_step(self, partial(self.prepare, routes, step), step)
 
     # The parts of a push, see [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`
 

@@ -13,8 +13,8 @@ A push has three parts, each of which a step does for all its groups of tables b
     apply     gradients travel, rows change. Nothing is undone: where a rank fails now, the tables are of no use any
               more, which all ranks learn (`rowmesh.mesh.failures`)
 
-What messages bring may need more room than a rank can know before. Of that it has as much as steps before needed;
-where ranks see that one needs more, they make it and agree once more.
+Messages may bring more than a rank can know before. It has as much room for them as steps before needed; where ranks
+see that one needs more, they make it and agree once more.
 
 Both are collective: every rank calls them equally often and in the same order, or all ranks get a PeerError that says
 which rank does what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a
@@ -26,8 +26,9 @@ All transports give the same results to the bit: requests are merged in the orde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,36 @@ from rowmesh.tables import TableGroup
 X = TypeVar("X", bound=GroupExchange)
 Meanwhile = Callable[[AnyRouteGroup], None]
 """What is done for each group while its rows travel."""
+
+
+class Pushes(Protocol):
+    """What takes a step by itself, see [Note: a step is taken by all ranks or by none]."""
+
+    def agree(self, step: Step, refusal: Exception | None) -> Exception | None: ...
+    def apply(self) -> None: ...
+    def withdraw(self) -> None: ...
+
+
+def take_step(pushes: Pushes, prepare: Callable[[], None], step: Step) -> None:
+    """The three parts of a push, one after the other. Collective.
+
+    Args:
+        pushes: what agrees and applies.
+        prepare: its first part.
+        step: of this rank.
+
+    Raises:
+        Exception: why no rank takes the step; nothing has changed then.
+    """
+    refusal = None
+    try:
+        prepare()
+    except Exception as error:
+        refusal = error
+    if (refusal := pushes.agree(step, refusal)) is not None:
+        pushes.withdraw()
+        raise refusal
+    pushes.apply()
 
 
 class Transport(Generic[X]):
@@ -105,15 +136,7 @@ class Transport(Generic[X]):
             ConfigurationError: ranks have different learning rates in this step; on all alike.
             PeerError: another rank cannot take it, and said so.
         """
-        refusal = None
-        try:
-            self.prepare(routes, updates, step)
-        except Exception as error:
-            refusal = error
-        if (refusal := self.agree(step, refusal)) is not None:
-            self.withdraw()
-            raise refusal
-        self.apply()
+        take_step(self, partial(self.prepare, routes, updates, step), step)
 
     # Its parts, see [Note: a step is taken by all ranks or by none]
 

@@ -35,7 +35,8 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
     Content and name are on disk (`fsync`) before this returns. On any error the partial file is removed and what
     stood at `path` stays, but for an error of the last step: where the folder cannot be synced, the new file has its
     place, and a power cut may bring the former back. The folder of `path` must exist. Where `path` is a link, the link
-    stays and its target is replaced. What is no regular file (`/dev/stdout`, a pipe) is written as it is.
+    stays and its target is replaced. A device or a pipe, as `/dev/stdout`, is
+    written to as it is.
 
     Raises:
         OSError: the file cannot be written; it names `path`.

@@ -130,7 +130,7 @@ def checksums_of(path: Path, block_bytes: int = BLOCK_BYTES) -> Checksums:
 
 
 def checksums_of_bytes(data: bytes, block_bytes: int = BLOCK_BYTES) -> Checksums:
-    """Of bytes in memory.
+    """The checksums of bytes in memory.
 
     >>> checksums_of_bytes(b"rows").size_bytes
     4

@@ -31,7 +31,7 @@ def mark(folder: Path, kind: str, **about: str | int) -> None:
 
 
 def read_mark(folder: Path, kind: str) -> dict[str, Any] | None:
-    """What a mark says; None where the folder has none of this kind, or is a link."""
+    """The contents of a mark; None where the folder has none of this kind, or is a link."""
     if folder.is_symlink():
         return None
     try:

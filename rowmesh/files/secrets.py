@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 HIDDEN = "***"
-"""What stands in the place of a password."""
+"""Stands in the place of a password."""
 _URL = re.compile(r"(?P<before>[A-Za-z][A-Za-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/]*)(?=@)")
 _PARAMETER = re.compile(r"(?P<before>://\S*?[?&](?:password|ssl_password)=)(?P<secret>[^&\s#]*)")
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")

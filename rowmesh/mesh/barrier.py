@@ -53,8 +53,8 @@ _YIELD_NS = 1_000_000  # then sleep
 _LOOK_NS = 100_000_000  # then back to Python, to see whether the peers are alive
 _FIRST_NAP_US, _LONGEST_NAP_US = 50, 1000  # where there are no futexes
 
-# What stands in the cache line of a rank. Bytes behind the flag: how many sleep on it; the generation at which this
-# rank left; in which step it failed.
+# Places in the cache line of a rank, in bytes behind its flag: how many sleep on it; the generation at which this rank
+# left; the step in which it failed.
 _SLEEPERS, _LEFT_AT, _FAILED_IN = 8, 16, 24
 _ALL_CAME, _LEFT = -1, -2
 

@@ -51,7 +51,7 @@ class RollCall:
 
 
 def ask_store(question: Callable[[Any], Any]) -> Any:
-    """What the store through which ranks met answers; None where it cannot be reached."""
+    """The answer of the store through which ranks met; None where it cannot be reached."""
     try:
         return question(_copy_of(_get_default_store()))
     except (RuntimeError, ValueError):

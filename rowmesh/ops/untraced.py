@@ -16,8 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def untraced(function: F) -> F:
     """The function, called between the graphs of a compiled model; elsewhere as it is.
 
-    What makes one graph of a whole model (torch.export, torch.jit.trace, make_fx) raises RowmeshError: it would fail in
-    a kernel, or keep the vectors of its example for good.
+    Under torch.export, torch.jit.trace and make_fx, which make one graph of a whole model, it raises RowmeshError: the
+    graph would fail in a kernel, or keep the vectors of its example for good.
 
     As `torch.compiler.disable`, which takes two seconds to import when a function is decorated; here nothing is
     imported before somebody compiles.

@@ -56,7 +56,7 @@ class JointOptimizer(torch.optim.Optimizer):
         """Nothing to add: the optimizers have their groups."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each, those of rows first: these can refuse it."""
+        """Takes a step of each optimizer, those of rows first, since these can refuse it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

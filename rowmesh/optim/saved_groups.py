@@ -1,7 +1,7 @@
 """Saved groups: which parameter group of a saved optimizer each one of an EmbeddingOptimizer goes on from.
 
-Torch takes groups by position. Those of rows follow the tables, which may come in another order, or fuse otherwise, in
-the program that loads. So each group is saved with the names of its tables, and found by them.
+Torch takes groups by position. The groups of rows follow the tables, which may come in another order, or fuse
+otherwise, in the program that loads. So each group is saved with the names of its tables, and found by them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _rest(group: Group) -> dict[str, Any]:
 
 
 def _by_name(saved: Sequence[Group], own: Sequence[Group]) -> list[int]:
-    """Of states of earlier versions, which name no tables."""
+    """The same for states of earlier versions, which name no tables."""
     if len(saved) != len(own):
         raise CheckpointError(
             f"the state dictionary has {len(saved)} parameter groups, and this optimizer {len(own)}: "

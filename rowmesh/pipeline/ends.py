@@ -93,7 +93,7 @@ class Ends:
             self._end(number)
 
     def error(self, number: int) -> RowmeshError | None:
-        """What ends the data at a batch on this rank, or whose loop was left before."""
+        """Why this rank has no such batch, where something failed or its loop was left; None else."""
         if self.has_left and number not in self._errors:
             return RowmeshError(f"its loop was left before batch {number}")
         return self._errors.get(number)

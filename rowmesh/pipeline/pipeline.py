@@ -403,7 +403,7 @@ class Pipeline(Generic[T]):
         """Sends other ranks what they wait for, until all know where this one stopped; see `rowmesh.pipeline.ends`.
 
         Returns:
-            What became of a step that the program took, where no rank has taken it and the program does not know.
+            The error for a step that the program asked for and no rank has taken, which nothing has raised yet.
         """
         ends, mine = self._ends, self._current
         if ends.is_alone or ends.is_known(self._turn) or runner.cancelled.is_set() or runner.is_beyond_help:

@@ -10,7 +10,7 @@ ADVICE = "publish a whole generation"
 
 
 def removed(number: int, name: str) -> StoreError:
-    """What a reader raises of a generation that is gone."""
+    """The error of a reader whose generation is gone."""
     return StoreError(f"generation {number} of {name} was removed; refresh")
 
 

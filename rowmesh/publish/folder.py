@@ -45,7 +45,7 @@ class TableWriter(Protocol):
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """What one rank wrote of one table.
+    """The rows of one table that one rank wrote.
 
     Attributes:
         path: of the file or folder.
@@ -95,7 +95,7 @@ class TableRows(Protocol):
 class FolderTarget:
     """Generations in a folder that the publishing ranks and the readers see. See `Target`.
 
-    The folder and those of its generations are marked when they are made. What has no mark is something else's.
+    The folder and those of its generations are marked when they are made. A folder without a mark is something else's.
 
         rowmesh.json             the mark
         newest.json              the pointer
@@ -274,7 +274,7 @@ class FolderTarget:
 
 
 def _about(number: int, table: str, part: int) -> bytes:
-    """What the file of some rows says: which these are."""
+    """The metadata of a file of rows, which say whose rows it has."""
     return json.dumps({"generation": number, "table": table, "part": part}).encode()
 
 

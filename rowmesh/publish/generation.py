@@ -15,7 +15,7 @@ from rowmesh.tables.initializer import INITIALIZERS, Initializer
 
 _FORMAT = 2
 Part = Mapping[str, Any]
-"""What one rank wrote of a generation, as its target describes it in plain values, so that readers miss nothing."""
+"""Lists, in plain values of its target, what one rank wrote of a generation, so that readers miss nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Generation:
 
     @property
     def checksum(self) -> str:
-        """Of all that this says."""
+        """The checksum of all values but itself."""
         return own_sum(self._values())
 
     def to_json(self) -> bytes:

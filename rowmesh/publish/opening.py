@@ -7,7 +7,7 @@ from pathlib import Path
 from rowmesh import extras
 from rowmesh.dynamic.stores import Retry
 from rowmesh.dynamic.stores.opening import REDIS
-from rowmesh.dynamic.stores.redis import RedisConnection
+from rowmesh.dynamic.stores.redis_connection import RedisConnection
 from rowmesh.dynamic.stores.rocksdb import rocksdict
 from rowmesh.errors import ConfigurationError
 from rowmesh.files.places import local_path

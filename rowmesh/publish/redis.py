@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from rowmesh.dynamic.stores.redis import RedisConnection
+from rowmesh.dynamic.stores.redis_connection import RedisConnection
 from rowmesh.dynamic.stores.sums import RowSums
 from rowmesh.errors import DamagedFileError, StoreError
 from rowmesh.publish.chain import ADVICE, removed

@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 Points = list[tuple[float, float]]
 WARM_UP_SHARE = 0.1
 DAMAGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What values that no run writes lead to where they are used."""
+"""Errors that values which no run writes lead to."""
 _MOST_STEPS = 1 << 62
 RANKING = "ndcg@10"
 """The number by which sequence models are compared."""
@@ -242,7 +242,7 @@ def _results(run: RunFolder, first: str, missing: list[str]) -> list[Result]:
 
 
 def _results_of(path: Path, values: Record, missing: list[str]) -> list[Result]:
-    """Those of a file: one, or one a label."""
+    """The results in a file: one, or one a label."""
     labels = values.get("labels")
     if isinstance(labels, dict):
         return [_of_label(path, str(name), each, missing) for name, each in labels.items()]

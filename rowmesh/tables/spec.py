@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
@@ -256,6 +256,11 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
                     f"batch.with_aliases({{'{feature}@{table.name}': {feature!r}}})"
                 )
             seen[feature] = table.name
+
+
+def names_of(tables: Iterable[TableSpec], *storages: Storage) -> list[str]:
+    """The names of the tables that are stored in one of these ways, in their order."""
+    return [table.name for table in tables if table.storage in storages]
 
 
 def with_moment_scale(table: TableSpec, num_averaged: int) -> TableSpec:

@@ -24,6 +24,7 @@ from rowmesh.placement import Plan
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
 from rowmesh.placement.strategies import STRATEGIES, current_name
 from rowmesh.sparse import SparseBatch
+from rowmesh.tables.spec import names_of
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.job import Job
 from rowmesh.train.placement import problem_of, run_topology
@@ -175,7 +176,7 @@ def _configured(job: Job) -> Drift | None:
             'placement.drift.enabled="on" cannot follow tables that have replicas; leave it at auto, or train without '
             "replicas"
         )
-    if dynamic := [table.name for table in job.embeddings.tables if table.storage == "dynamic"]:
+    if dynamic := names_of(job.embeddings.tables, "dynamic"):
         if config.enabled == "auto":
             return None
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""What evaluations are called in a run's folder, so that those of other samples replace none."""
+"""Names of evaluations in a run's folder, so that an evaluation of other samples replaces none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place_of(data: TableData, split: str) -> str:
 
 
 def evaluation_name(run: RunFolder, trained: DataConfig, data: TableData, split: str) -> str:
-    """What an evaluation is called: the split; of raw rows "test", or the name of their file or folder.
+    """The name of an evaluation: its split, or for raw rows "test" or the name of their file or folder.
 
     Samples that are not of the run's own data have the name of their folder before the split. Where it is taken by
     others, more folders come before it, or a number behind it.
@@ -49,7 +49,7 @@ def _own_name(trained: DataConfig, data: TableData, split: str) -> str:
 
 
 def _other_names(trained: DataConfig, data: TableData, split: str) -> Iterator[str]:
-    """Those of samples that the configuration does not name, the shortest first."""
+    """Names for samples that the configuration does not name, the shortest first."""
     if not isinstance(data, RawData):
         path, name = data.folder.resolve(), f"{data.folder.resolve().name}-{split}"
     else:

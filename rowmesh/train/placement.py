@@ -20,6 +20,7 @@ from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
 from rowmesh.placement.unseen import smoothed
+from rowmesh.tables.spec import names_of
 from rowmesh.train.config import Config, ParallelConfig, chosen
 from rowmesh.train.table_data import TableData
 from rowmesh.train.tables import table_specs
@@ -162,7 +163,7 @@ def shapes_of(config: Config, data: TableData) -> list[TableShape]:
 
 def placed_shapes(config: Config, data: TableData) -> list[TableShape]:
     """Those whose rows a search places: of dynamic tables hashes of ids say where they are."""
-    dynamic = {table.name for table in table_specs(config.tables, data) if table.storage == "dynamic"}
+    dynamic = names_of(table_specs(config.tables, data), "dynamic")
     return [shape for shape in shapes_of(config, data) if shape.name not in dynamic]
 
 

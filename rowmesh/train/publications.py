@@ -23,6 +23,7 @@ from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
 from rowmesh.publish.generation import Generation
 from rowmesh.publish.opening import check_installed
 from rowmesh.tables import Constant, RowStore, TableSpec
+from rowmesh.tables.spec import names_of
 from rowmesh.train.job import Job
 
 PUBLISHING = "publishing"
@@ -154,7 +155,7 @@ class Publications:
         wanted = None if publisher.is_whole else changed
         marks = None if wanted is None else wanted.marks
         changes, ids = {}, {}
-        dynamic = [table.name for table in self._tables if table.storage == "dynamic"]
+        dynamic = names_of(self._tables, "dynamic")
         # Which ids there are is asked of stores, too, which may fail on one rank alone.
         of_dynamic = on_all_ranks(
             self._job.mesh, PUBLISHING, lambda: {name: self._of_dynamic(name, wanted) for name in dynamic}

@@ -49,7 +49,7 @@ FORMS = "forms"
 
 
 def raw_metadata(data: object) -> dict[str, Any]:
-    """What the metadata of a model say of its raw rows: their schema, and what the columns of Parquet files hold."""
+    """The metadata of a model about its raw rows: their schema, and what the columns of Parquet files hold."""
     if not isinstance(data, RawData):
         return {}
     forms = {name: list(form) for name, form in zip(data.features, data.forms.forms, strict=True)}

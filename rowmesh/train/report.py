@@ -18,6 +18,7 @@ from rowmesh.mesh.waiting import gather_objects
 from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
 from rowmesh.tables import Tiers
+from rowmesh.tables.spec import names_of
 from rowmesh.train.checks import SETTING_UP
 from rowmesh.train.config import Config, ScheduleConfig, chosen
 from rowmesh.train.evaluation import Evaluation
@@ -128,7 +129,7 @@ def model_text(metadata: Mapping[str, Any]) -> str:
 
 
 def password_lines(config: Config) -> list[str]:
-    """What to do about passwords that stand in a configuration; no lines where there are none."""
+    """Advice about passwords that stand in a configuration; no lines where there are none."""
     places = list(places_of_passwords(config.model_dump(exclude_none=True)))
     if not places:
         return []
@@ -170,7 +171,7 @@ def _warn_of_checkpoints(job: Job, run: Path, model: int) -> list[str]:
 def model_bytes(job: Job) -> int:
     """About what the model takes on disk: every row once with its state, and the network with two moments at most."""
     rows = sum(table.shape.num_rows * table.shape.row_bytes for table in job.placement.plan.tables)
-    cored = [table.name for table in job.embeddings.tables if table.storage == "tensor_train"]
+    cored = names_of(job.embeddings.tables, "tensor_train")
     rows += sum(sum(job.embeddings.cores(name).num_bytes) for name in cored)
     return rows + 3 * sum(parameter.nbytes for parameter in job.network.parameters())
 

@@ -131,7 +131,7 @@ class RunFolder:
 
     @property
     def seal(self) -> str:
-        """What `rowmesh.train.trust` left here; "" where that is nothing."""
+        """The seal that `rowmesh.train.trust` left here; "" where there is none."""
         return self._asked("seal")
 
     def _asked(self, key: str) -> str:

@@ -97,7 +97,7 @@ class RunLog:
         self._counters.skip()
 
     def state_dict(self) -> dict[str, dict[str, int]]:
-        """What has added up for the next interval by the last `sync`; the same on all ranks."""
+        """The sums for the next interval as of the last `sync`; the same on all ranks."""
         return {name: dict(fields) for name, fields in self._decided.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:

@@ -201,8 +201,7 @@ def as_table(values: Values, ids: Collection[str] = ()) -> pa.Table:
 
     Args:
         values: see `TrainedModel.forward`.
-        ids: the columns that hold ids. Those of a DataFrame that pandas has as floats, because one is missing, are
-            integers again.
+        ids: the columns that hold ids. Ids that pandas has as floats, because one is missing, become integers again.
 
     Raises:
         DataError: columns differ in length, a column mixes types or has no order, or this is no table.

@@ -15,21 +15,20 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-if TYPE_CHECKING:
-    from rowmesh.dynamic.stores.redis import RedisConnection
+from rowmesh.dynamic.stores.redis_connection import RedisConnection
 
 LEASE_S = 4 * 3600
-"""As long may a process ask its server for nothing; others take what it has away no sooner."""
+"""How long a process may be silent before others remove its keys."""
 _RENEW_S = 60.0
 _LEASES = "rowmesh:leases"
 
 
 class Lease:
-    """A prefix that no other process has. What processes left that have ended is removed first.
+    """A prefix that no other process has. Making one first removes the keys of processes that have ended.
 
     A process of this host has ended when it is not there any more, however long it has been silent; one of another host
     when its lease has run out.
@@ -83,7 +82,7 @@ class Lease:
 
 
 def _remove(client: Any, prefix: str) -> None:
-    """The lease last, so that what fails halfway is done again."""
+    """Removes all keys of a lease, its name last, so that what fails halfway is done again."""
     keys = client.smembers(f"{prefix}:keys")
     client.unlink(prefix, *keys)
     client.unlink(f"{prefix}:keys")
@@ -91,7 +90,7 @@ def _remove(client: Any, prefix: str) -> None:
 
 
 def _has_ended(holder: bytes) -> bool:
-    """Whether a process of this host is not there any more; of others nobody knows here."""
+    """Whether a process of this host is not there any more; False for other hosts, which cannot be asked."""
     try:
         about = json.loads(holder)
         if about["host"] != _host():

@@ -6,7 +6,8 @@ import os
 from urllib.parse import quote
 
 from rowmesh.dynamic.stores.protocol import RecordStore
-from rowmesh.dynamic.stores.redis import RedisConnection, RedisRecords
+from rowmesh.dynamic.stores.redis import RedisRecords
+from rowmesh.dynamic.stores.redis_connection import RedisConnection
 from rowmesh.dynamic.stores.retry import Retry
 from rowmesh.dynamic.stores.rocksdb import RocksRecords
 from rowmesh.dynamic.stores.slots import file_records, memory_records

@@ -146,7 +146,7 @@ class Merger(HostMerged):
         self.merged_slots, self.heads, self._tails, self.nexts, self.addresses, self._table, _ = ends
 
     def make_room(self, num_entries: int, num_sources: int, num_nodes: int = 1) -> None:
-        """For merging so many requests of so many sources. What was merged is lost where it has to grow."""
+        """Makes room to merge so many requests of so many sources. Loses what was merged where it has to grow."""
         if num_nodes > 1 and 8 * num_nodes > self._node_ends.num_bytes:
             self._node_ends = Buffer(8 * num_nodes)
             self.node_ends = self._node_ends.address

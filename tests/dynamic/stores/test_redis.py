@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rowmesh.dynamic.stores import Retry, lease, open_records
-from rowmesh.dynamic.stores.redis import RedisConnection
+from rowmesh.dynamic.stores.redis_connection import RedisConnection
 from rowmesh.errors import ConfigurationError, StoreError
 from tests.support.redis_server import redis_server as redis_server
 
