@@ -1,8 +1,8 @@
 """Every block of Python and of commands on README and the pages in docs/ runs, in order, one fresh folder a page.
 
-What a page takes for granted (a model, a loader, a finished run) is in `NAMES` and `FILES`. A block that cannot run here
-has `<!-- not run: reason -->` and an empty line before it. Commands run in this process, and on one rank where the page
-has torchrun. `test_tutorials` runs the tutorials.
+What a page takes for granted (a model, a loader, a finished run) is in `NAMES` and `FILES`. A block that cannot run has
+`<!-- not run: reason -->` and an empty line before it. Commands run in this process, and on one rank where the page has
+torchrun. `test_tutorials` runs the tutorials.
 """
 
 import gzip
