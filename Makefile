@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs_ready
 RANKS  ?= 2
-RUN    ?= runs/make_train
+RUN    ?=
 DATA   ?=
 MODEL  ?= dlrm
 SCHEMA ?= movielens-1m
@@ -72,4 +72,4 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 clean:
-	rm -rf $(VENV) site data/generated data/prepared runs/make_train runs/demo runs/demo_quick
+	rm -rf $(VENV) site data/generated data/prepared runs/make_train* runs/demo runs/demo_quick

@@ -71,24 +71,31 @@ class Contestant:
         self._files: list[TextIO] = []
         self._ranks = ranks
         program = ["-m", module, path, json.dumps({"workload": asdict(workload), **options})]
-        self._processes = [
-            subprocess.Popen(
-                [*launcher, *program],
-                cwd=ROOT,
-                env=_environment("lo" if hosts is None else INTERFACE),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-            )
-            for launcher in _launchers(python, ranks, hosts)
-        ]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._obstacle = ""
+        for launcher in _launchers(python, ranks, hosts):
+            try:
+                process = subprocess.Popen(
+                    [*launcher, *program],
+                    cwd=ROOT,
+                    env=_environment("lo" if hosts is None else INTERFACE),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                )
+            except OSError as error:  # there is no such Python: `connect` says so, and others still compete
+                self._obstacle = str(error)
+                break
+            self._processes.append(process)
 
     def connect(self, deadline_s: float) -> None:
         """Waits until every rank is ready.
 
         Raises:
-            ContestantError: the program ended, or the deadline passed.
+            ContestantError: the program did not start or ended, or the deadline passed.
         """
+        if self._obstacle:
+            raise ContestantError(f"{self.name} did not start: {self._obstacle}")
         files: dict[int, TextIO] = {}
         self._listener.settimeout(0.2)
         while len(files) < self._ranks:

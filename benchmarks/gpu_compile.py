@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_compile --op gather      of one op
     python -m benchmarks.gpu_compile --quick          the first signature of every kernel, for sm_90
 
-Needs triton (`pip install 'rowmesh[gpu]'`) and no GPU. Ends with an error where a kernel does not compile.
+Needs triton (`pip install '.[gpu]'` in a checkout) and no GPU. Ends with an error where a kernel does not compile.
 """
 
 from __future__ import annotations

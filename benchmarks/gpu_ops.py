@@ -41,7 +41,7 @@ def missing() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device; run this on a machine with an NVIDIA GPU"
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; pip install 'rowmesh[gpu]'"
+        return "triton is not installed; in a checkout: pip install '.[gpu]'"
     return None
 
 

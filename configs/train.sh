@@ -3,7 +3,8 @@
 #
 #   PYTHON   the interpreter that has rowmesh installed
 #   RANKS    processes (2)
-#   RUN      the run's folder (runs/make_train); an earlier run in it is replaced
+#   RUN      the run's folder (runs/make_train, of a sequence model runs/make_train_NAME); an earlier run in it is
+#            replaced, which a line says
 #   DATA     raw Criteo rows (train.tsv, .gz), or a folder of train*, validation* and test* files; without it a
 #            data set is drawn from a planted model
 #   MODEL    dlrm, or hstu, sasrec, fuxi_alpha, fuxi_beta on events: then DATA is an event table, of the layout SCHEMA
@@ -16,13 +17,13 @@ set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
 RANKS=${RANKS:-2}
-RUN=${RUN:-runs/make_train}
 DATA=${DATA:-}
 SAMPLES=${SAMPLES:-1000000}
 HELD_OUT=${HELD_OUT:-100000}
 STORE=${STORE:-data}
 ARGS=${ARGS:-}
 MODEL=${MODEL:-dlrm}
+RUN=${RUN:-runs/make_train$([[ $MODEL == dlrm ]] || echo "_$MODEL")}
 SCHEMA=${SCHEMA:-movielens-1m}
 
 # One thread a rank, and no memory given back to the system between steps: see docs/command_line.md.
@@ -62,5 +63,6 @@ else
     rowmesh data prepare "$STORE/generated/raw" --out "$prepared" --min-count 1 --reuse # a row for every id
 fi
 
+[[ ! -d $RUN/model ]] || echo "replaces  the run in $RUN, when this one is done; RUN=FOLDER trains beside it"
 # shellcheck disable=SC2086  # ARGS are words
 on_ranks train "$config" "data.folder=$prepared" "run.folder=$RUN" $ARGS --overwrite

@@ -135,6 +135,16 @@ def test_drawn_data_are_reused_until_something_changes(train):
     assert "criteo again: files.train.1 was" in third
 
 
+def test_a_model_of_another_kind_leaves_the_run_that_is_there(train, tmp_path):
+    ratings = tmp_path / "ratings.dat"
+    ratings.write_text("".join(f"{user}::{item}::5::{item}\n" for user in range(9) for item in range(9)))
+    assert " run.folder=runs/make_train_hstu " in train(DATA=ratings, MODEL="hstu", RUN="").stdout
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    assert (
+        f"replaces  the run in {tmp_path / 'mine'}" in train(SAMPLES=1000, HELD_OUT=1000, RUN=tmp_path / "mine").stdout
+    )
+
+
 def test_files_that_would_not_be_read_are_named(train, raw):
     raw.with_name("dev.tsv").touch()
     done = train(DATA=raw.parent)

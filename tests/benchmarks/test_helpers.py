@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import segment_unique
 from benchmarks.command import Report, parse
+from benchmarks.contestant import Contestant, connect_all
 from benchmarks.embedding_step import target
 from benchmarks.measure import slowest, summarize
 from benchmarks.phases import PhaseClock
@@ -93,3 +94,11 @@ def test_segment_unique_reports_every_contestant(capsys):
     }
     assert all(line["call_ms"] > 0 for line in lines)
     assert len(last["summary"]) == 4
+
+
+def test_a_peer_whose_python_is_not_there_is_absent():
+    with Contestant("peer", "no.module", Workload(), ranks=2, python="/nowhere/python") as peer:
+        ready, absent = connect_all([peer], deadline_s=0)
+    assert ready == []
+    assert "peer did not start" in absent["peer"]
+    assert "/nowhere/python" in absent["peer"]

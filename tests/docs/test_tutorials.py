@@ -3,6 +3,7 @@
 Commands run in this process, and alone. Those under torchrun are left to the slow test below and to `test_newcomer`.
 """
 
+import re
 import shlex
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from functools import partial
@@ -66,8 +67,12 @@ def own_loop(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
     printed, scope = "", {}
     with chdir(folder), patch.object(Mesh, "connect", lambda: mesh):  # the ranks have met before
         for block in steps:
-            if block.language == "text" and mesh.rank == 0:
+            if block.language == "text" and mesh.world_size == 1:
                 assert lacking(block.text, printed) == [], printed
+                losses, shown = (
+                    [float(each) for each in re.findall(r"\d\.\d+", text)] for text in (printed, block.text)
+                )
+                assert losses == pytest.approx(shown, abs=0.03)
             elif block.language == "python":
                 printed = execute(block, scope)
     scope["embeddings"].close()

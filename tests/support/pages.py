@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FILE = re.compile(r"^`(\w+\.\w+)`:\n\n\Z", re.MULTILINE)
+_NOT_RUN = re.compile(r"^<!-- not run: (.+) -->\n\n\Z", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,15 @@ class Block:
         language: behind the fence.
         file: the name that the line before consists of, as in `` `schema.toml`: ``; else "".
         text: what is between the fences.
+        line: of the page, from 1, on which the text begins.
+        not_run: why it cannot run in a test, as in `<!-- not run: needs a GPU -->` before it; else "".
     """
 
     language: str
     file: str
     text: str
+    line: int = 1
+    not_run: str = ""
 
     @property
     def commands(self) -> list[str]:
@@ -37,8 +42,10 @@ def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
     found = []
     for match in _BLOCK.finditer(text):
-        file = _FILE.search(text[: match.start()])
-        found.append(Block(match[1], file[1] if file else "", match[2]))
+        before = text[: match.start()]
+        file, reason = _FILE.search(before), _NOT_RUN.search(before)
+        line = before.count("\n") + 2
+        found.append(Block(match[1], file[1] if file else "", match[2], line, reason[1] if reason else ""))
     return found
 
 
