@@ -222,7 +222,7 @@ def test_a_full_table_that_grows_keeps_its_ids_and_takes_others(tmp_path):
     looked_up(small, [3, 4, 5, 6])
     before = known_of(small, "user")
     assert before.keys() == {3, 4, 5, 6}
-    rowmesh.save(tmp_path / "model", {"embeddings": small})
+    rowmesh.save(tmp_path / "model", {"embeddings": small, "optimizer": EmbeddingOptimizer(small)})
     large = EmbeddingCollection([spec(rules={"capacity": 8, "shards": 1})])
     rowmesh.load(tmp_path / "model", {"embeddings": large, "optimizer": EmbeddingOptimizer(large)})
     assert known_of(large, "user") == before
