@@ -476,7 +476,7 @@ class Engine:
             RowmeshError: a pipeline runs, which has sent gradients already.
         """
         if self._driver is not None:
-            raise self._is_driven("a GradScaler checks gradients, which a pipeline sends before the step")
+            raise self._is_sent("a GradScaler checks", "train in bfloat16, which needs no GradScaler")
         self.pending.drop_refused()
         pooling = self.outputs.pooling
         mine = all(pooling.is_finite(route.groups) for route in self.pending.routes)
@@ -496,7 +496,7 @@ class Engine:
     def gradient_norm(self) -> float:
         """The norm of the gradients that wait for a push, as `rowmesh.gradient_norm` has it. Collective."""
         if self._driver is not None:
-            raise self._is_driven("gradients are clipped, which a pipeline sends before the step")
+            raise self._is_sent("clipping reads", "clip the dense parameters alone (torch.nn.utils.clip_grad_norm_)")
         if any(each.averages for each in self._stored):
             raise ConfigurationError(
                 "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
@@ -594,6 +594,13 @@ class Engine:
     @staticmethod
     def _is_driven(what: str) -> RowmeshError:
         return RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {what}")
+
+    @staticmethod
+    def _is_sent(reader: str, instead: str) -> RowmeshError:
+        return RowmeshError(
+            f"a pipeline runs, and sends gradients of rows before the step: {reader} gradients that are gone by then; "
+            f"train in a plain loop (look-up, backward, optimizer step for each batch, without Pipeline), or {instead}"
+        )
 
     def _check_free(self, doing: str) -> None:
         """Raises RowmeshError where a pipeline has the rows, or something else stands in their place."""

@@ -16,6 +16,7 @@ from rowmesh.checkpoint.write import WRITING
 from rowmesh.checkpoint.writer import Rules, Writer
 from rowmesh.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from rowmesh.files.advice import as_refusal, described
+from rowmesh.files.places import local_path
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.json_lines import utc_text
@@ -91,7 +92,7 @@ class Checkpoints:
             raise ConfigurationError(f"{plain[0]!r} is a plain value, and changes; give such to step() and write()")
         self._state, self._parts, self._every_steps = dict(state), Parts(state), every_steps
         tables = self._parts.tables
-        self._series, self._tried = Series(Path(folder)), 0
+        self._series, self._tried = Series(local_path(folder, "folder")), 0
         rules = Rules(asynchronous, incremental, keep_last, keep_every, copy_bytes)
         self._writer = Writer(self._series, tables, tables.mesh, rules)
         self._may_write, self._device = False, tables.collections[0].device

@@ -41,9 +41,11 @@ class Worker(threading.Thread):
         """Waits until it has ended, so many seconds at most; where that is interrupted it may be called again.
 
         Raises:
-            RuntimeError: it was not started.
+            RuntimeError: it was not started, or it would wait for itself.
         """
         if self.ident is None:
             raise RuntimeError(f"{self.name} was not started")
+        if self is threading.current_thread():
+            raise RuntimeError(f"{self.name} cannot wait for its own end")
         if self._end.wait(timeout):
             super().join()  # a moment: it does nothing any more

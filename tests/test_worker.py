@@ -1,8 +1,13 @@
 import signal
 import threading
+from contextlib import contextmanager
 
 import pytest
 
+from rowmesh.data.prefetch import prefetch
+from rowmesh.placement import Plan, TableShape, Topology
+from rowmesh.placement.drift import Planner
+from rowmesh.placement.request import Request
 from rowmesh.worker import Worker
 
 
@@ -43,3 +48,68 @@ def test_a_thread_that_fails_has_ended():
     worker.start()
     worker.join()
     assert worker.has_ended
+
+
+def test_a_thread_does_not_wait_for_itself():
+    errors = []
+
+    def work():
+        try:
+            worker.join()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    worker = Worker(target=work, name="working")
+    worker.start()
+    worker.join()
+    assert errors == ["working cannot wait for its own end"]
+
+
+@contextmanager
+def interrupted():
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def test_a_read_ahead_that_was_interrupted_is_still_known_to_run():
+    goes_on, begun = threading.Event(), threading.Event()
+
+    def items():
+        yield 1
+        begun.set()
+        goes_on.wait(60.0)
+        yield 2
+
+    ahead = prefetch(items(), depth=2)
+    assert next(ahead) == 1
+    assert begun.wait(60.0)
+    (thread,) = (each for each in threading.enumerate() if each.name == "rowmesh-prefetch")
+    with interrupted():
+        ahead.close()
+    assert isinstance(thread, Worker)
+    assert not thread.has_ended
+    goes_on.set()
+    thread.join()
+
+
+def test_a_plan_that_was_waited_for_in_vain_is_still_being_made():
+    goes_on = threading.Event()
+    shape = TableShape("item", 4, value_bytes=64, gradient_bytes=64)
+    planner = Planner(Plan.cyclic([shape], 1), "auto", Topology.uniform(1), Request(batch_size=1))
+    planner._propose = lambda sketch: goes_on.wait(60.0)
+    planner.begin()
+    with interrupted():
+        planner.wait()
+    assert planner.is_planning
+    assert planner.take() is None
+    goes_on.set()
+    planner.close()
+    assert not planner.is_planning

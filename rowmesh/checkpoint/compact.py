@@ -109,6 +109,7 @@ class _Saved:
             is_first=True,
             shards=saved.shards,
             step=max(part.step for part in known.parts),
+            seed=known.seed,
             arrays=((kind, saved.read(kind, slice(None)).numpy()) for kind in numbers),
             rows=pieces(saved.num_ids, of_ids, ""),
             demoted_rows=pieces(saved.num_demoted, of_demoted, demoted.PREFIX) if demoted.IDS in kinds else [],

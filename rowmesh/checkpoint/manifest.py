@@ -46,7 +46,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import numpy.typing as npt
 import torch
@@ -56,6 +55,7 @@ from torch import Tensor
 from rowmesh.errors import CheckpointError, DamagedCheckpointError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.manifest import OWN_SUM, own_sum
+from rowmesh.files.names import file_stem
 
 FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT, DEMOTED_INCREMENT_FORMAT = 1, 2, 3, 4, 5
 """Of full ones, of increments, of both where there are dynamic tables, and of increments where these demote ids."""
@@ -64,6 +64,7 @@ MANIFEST = "manifest.json"
 DENSE = "dense.pt"
 FOLDER_PATTERN = "[0-9a-f]{16}"
 _ADVICE = "restore it from a copy, or train again"
+_MOST_OF_TABLE = 200  # bytes of a file's name; rank and kind come after it
 _PRIME = 2**61 - 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -143,6 +144,7 @@ class KnownPart:
         num_demoted: ids whose records are in a store; those in fast memory are apart from them. In an increment those
             that came to it.
         num_demoted_removed: in an increment, how many ids left the store.
+        seed: of the rows from which ids start; None: an earlier version wrote it.
     """
 
     rank: Count
@@ -155,6 +157,7 @@ class KnownPart:
     num_removed: Count = 0
     num_demoted: Count = 0
     num_demoted_removed: Count = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,11 @@ class KnownEntry:
     def demotes(self) -> bool:
         """Whether ids that leave fast memory are kept in a store."""
         return self.rules.get("mode") == "demote"
+
+    @property
+    def seed(self) -> int | None:
+        """Of the rows from which ids start, which is the same in all parts; None where that is not known."""
+        return self.parts[0].seed if self.parts else None
 
 
 @dataclass(frozen=True)
@@ -348,7 +356,7 @@ def file_name(table: str, rank: int, kind: str) -> str:
     >>> file_name(".hidden/a", 0, "values")
     '%2Ehidden%2Fa.0.values.npy'
     """
-    name = quote(table, safe="")
+    name = file_stem(table, _MOST_OF_TABLE)
     return f"{'%2E' + name[1:] if name.startswith('.') else name}.{rank}.{kind}.npy"
 
 

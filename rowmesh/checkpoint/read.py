@@ -15,6 +15,7 @@ from rowmesh.checkpoint.known import saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_numpy, dtype_name
 from rowmesh.checkpoint.write import Cores, LocalRows, Records, RowHolder
 from rowmesh.dynamic.known import no_state
+from rowmesh.dynamic.layout import rules_of
 from rowmesh.dynamic.records import facts_of
 from rowmesh.errors import CheckpointError
 
@@ -32,7 +33,7 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
 
     Args:
         folder: the checkpoint; those that an increment adds to are beside it.
-        embeddings: tables of the same names, rows, dims and dtypes as were saved.
+        embeddings: tables of the same names, rows, dims and dtypes as were saved; a dynamic one may hold more ids.
         optimizer_state: False reads only the rows, whatever their optimizer is.
         verify: compare what is read with the checksums in the manifest; False reads damaged files as they are.
 
@@ -48,12 +49,15 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     files = [SavedFiles(*link, verify=verify) for link in chain]
     _check_names(manifest, embeddings, folder)
     embeddings.forget_differences()
+    reseeded: dict[str, tuple[int, int]] = {}
     for table in embeddings.tables:
         entry = manifest.tables[table.name]
         _check_table(table, entry, optimizer_state)
         if entry.known is not None:
             entries = [link.manifest.tables[table.name] for link in chain]
-            _fill_records(table, embeddings.records(table.name), entries, files, optimizer_state)
+            records = embeddings.records(table.name)
+            _fill_records(table, records, entries, files, optimizer_state)
+            reseeded |= _reseeded(table.name, records, entry.known.seed)
         elif entry.cores is not None:
             _fill_cores(table.name, embeddings.cores(table.name), entry.cores, files[0], optimizer_state)
         else:
@@ -62,7 +66,22 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     for name, entry in manifest.tables.items():
         if entry.known is not None:
             embeddings.go_on_after(name, max(part.step for part in entry.known.parts))
+    if reseeded:
+        saved, here = next(iter(reseeded.values()))
+        logger.warning(
+            "the dynamic tables %s of %s were trained with seed %s and are here made with seed %s: ids that they do "
+            "not know start from other rows than they would have there; make them with seed %s for the same ones",
+            *(", ".join(reseeded), folder, saved, here, saved),
+        )
     return files[0].dense()
+
+
+def _reseeded(table: str, records: Records | None, saved: int | None) -> dict[str, tuple[int, int]]:
+    """The seed that was saved and the own one by table, where they differ; only one rank of all says so of a table."""
+    if records is None or saved is None or records.seed is None:
+        return {}
+    is_speaker = records.is_first and 0 in records.shards
+    return {table: (saved, records.seed)} if is_speaker and saved != records.seed else {}
 
 
 def _fill(table: SavedTable, pieces: Sequence[LocalRows], optimizer_state: bool) -> None:
@@ -126,6 +145,20 @@ def _check_storage(table: TableSpec, entry: TableEntry) -> None:
         )
 
 
+def _check_room(table: TableSpec, capacity: int, shards: int | str | None) -> None:
+    """Raises CheckpointError where a dynamic table cannot hold what is saved; more room changes nothing of that."""
+    if table.num_rows < capacity:
+        raise CheckpointError(
+            f"table {table.name!r}: its capacity is {capacity} in the checkpoint and {table.num_rows} here; a dynamic "
+            f"table may grow and cannot shrink: give a capacity of {capacity} or more"
+        )
+    if shards != (wanted := rules_of(table).num_shards):
+        raise CheckpointError(
+            f"table {table.name!r}: shards is {shards} in the checkpoint and {wanted} here; whatever the capacity, "
+            f"give Dynamic(shards={shards}), or tables.dynamic.shards={shards} in a configuration"
+        )
+
+
 def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> None:
     _check_storage(table, entry)
     pairs: dict[str, tuple[Any, Any]] = {
@@ -134,8 +167,10 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
         "dtype": (entry.dtype, dtype_name(table.dtype)),
     }
     if entry.known is not None:
-        facts = facts_of(table)
-        rules = entry.known.rules
+        del pairs["num_rows"]  # which is the capacity
+        facts, rules = facts_of(table), dict(entry.known.rules)
+        rules.pop("capacity", None), facts.pop("capacity")
+        _check_room(table, entry.num_rows, rules.get("shards"))
         if "mode" not in rules:  # it has no demoted ids, which is as good as none
             facts = {name: value for name, value in facts.items() if name not in ("mode", "store_capacity")}
         elif "mode" not in facts:

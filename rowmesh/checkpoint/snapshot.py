@@ -310,6 +310,7 @@ class FrozenRecords:
     ) -> None:
         self._store, self._known, self._slots, self._demoted = store, known, records.slots, demoted
         self.shards, self.step, self.is_first = records.shards, records.step, True
+        self.seed = records.seed
         self._pieces: list[ChangedRows] | None = None
         self._lock = threading.Lock()
         store.expect(self._slots(known.frames).astype(np.uint32))

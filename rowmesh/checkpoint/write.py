@@ -87,6 +87,8 @@ class Records(Protocol):
     @property
     def is_first(self) -> bool: ...
     @property
+    def seed(self) -> int | None: ...
+    @property
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]: ...
     @property
     def rows(self) -> Sequence[ChangedRows]: ...
@@ -263,7 +265,8 @@ def _write_records(new: NewFiles, table: str, records: Records | None, rank: int
             new.write_pieces(names, pieces)
     shards, num_removed, num_demoted = records.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
     numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
-    return KnownPart(rank, *numbers, files, num_removed, num_demoted, sizes.get(DEMOTED_REMOVED, 0))
+    num_demoted_removed = sizes.get(DEMOTED_REMOVED, 0)
+    return KnownPart(rank, *numbers, files, num_removed, num_demoted, num_demoted_removed, records.seed)
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from rowmesh.worker import Worker
+
 T = TypeVar("T")
 
 
@@ -41,7 +43,7 @@ def prefetch(items: Iterator[T], depth: int) -> Generator[T]:
         except BaseException as error:
             ready.put(_End(error))
 
-    thread = threading.Thread(target=produce, name="rowmesh-prefetch", daemon=True)
+    thread = Worker(target=produce, name="rowmesh-prefetch", daemon=True)
     thread.start()
     try:
         while not isinstance(item := ready.get(), _End):

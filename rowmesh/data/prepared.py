@@ -21,6 +21,7 @@ from rowmesh.data.pinned import PinnedFolder
 from rowmesh.data.scales import DenseScale
 from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
+from rowmesh.files.names import shortened
 from rowmesh.suggest import hint
 
 METADATA = "metadata.json"
@@ -328,12 +329,12 @@ def bijection_path(folder: Path, name: str) -> Path:
 
 
 def _file_name(feature: str) -> str:
-    """A feature's name with everything that is awkward in a file name escaped, injectively.
+    """A feature's name with everything that is awkward in a file name escaped, injectively; long ones are shortened.
 
     >>> _file_name("C1"), _file_name("a/b")
     ('C1', 'a%2Fb')
     """
-    return "".join(c if c.isalnum() or c in "_-." else _escaped(c) for c in feature)
+    return shortened("".join(c if c.isalnum() or c in "_-." else _escaped(c) for c in feature))
 
 
 def _escaped(character: str) -> str:

@@ -101,6 +101,7 @@ class OwnedTable:
         merging: is told of decisions, where replica groups decide for themselves.
         hooks: are told of them too, where there are any.
         num_frames: frames that known ids have.
+        seed: of initial values.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class OwnedTable:
     ) -> None:
         rules = rules_of(table)
         spare = num_spare(rules, shards)
-        self._table, self._arena, self._piece, self._seed = table, arena, piece, seed
+        self._table, self._arena, self._piece, self.seed = table, arena, piece, seed
         self._first_visitor = num_used(rules, shards)
         self.shards = DynamicShards(table.name, rules, shards, self._first_visitor, index)
         self.counters = DynamicCounters(table.name)
@@ -409,7 +410,7 @@ class OwnedTable:
         return self.shards.statistics_of(facts)
 
     def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
-        self._arena.start(frames + self._piece.slots.start, ids, self._seed, self._table)
+        self._arena.start(frames + self._piece.slots.start, ids, self.seed, self._table)
 
     # What several replica groups know, see `rowmesh.dynamic.merging`
 
@@ -546,7 +547,7 @@ class OwnedTable:
 
     def start(self, slots: np.ndarray, ids: np.ndarray) -> None:
         """Gives ids rows as new ones have, at slots that `load` returned."""
-        self._arena.start(slots, ids, self._seed, self._table)
+        self._arena.start(slots, ids, self.seed, self._table)
 
     def load(self, states: list[ShardState]) -> list[np.ndarray]:
         """Replaces all shards, which no batch under way uses; returns the slots of the ids of each.

@@ -155,13 +155,14 @@ class Records:
     Attributes:
         shards: which ones.
         arena: where the rows are.
+        seed: of the rows from which ids start.
     """
 
     def __init__(
         self, table: TableSpec, owned: OwnedTable, arena: DenseArena, *, step: int = 0, is_first: bool = True
     ) -> None:
         self._table, self._owned, self.arena, self.shards = table, owned, arena, owned.shards.shards
-        self.step, self.is_first = step, is_first
+        self.step, self.is_first, self.seed = step, is_first, owned.seed
 
     def slots(self, frames: np.ndarray) -> np.ndarray:
         """Where in the arena frames are."""

@@ -59,11 +59,14 @@ class ShardOptions:
 def check_wire(wire_dtype: torch.dtype | None, tables: Sequence[TableSpec]) -> None:
     """Raises ConfigurationError where rows cannot travel in a dtype."""
     if wire_dtype not in (None, torch.bfloat16):
-        raise ConfigurationError(f"wire_dtype must be torch.bfloat16 or None, got {wire_dtype!r}")
+        raise ConfigurationError(
+            f"wire_dtype (parallel.wire_dtype of a configuration) must be torch.bfloat16 or None, got {wire_dtype!r}"
+        )
     wide = [table.name for table in tables if table.dtype == torch.float64]
     if wire_dtype is not None and wide:
         raise ConfigurationError(
-            f"wire_dtype: tables {wide} are of float64, which bfloat16 would cut to 8 bits; drop it"
+            f"wire_dtype=torch.bfloat16 (parallel.wire_dtype of a configuration): tables {wide} are of float64, which "
+            "bfloat16 would cut to 8 bits; leave wire_dtype out, or give these tables dtype float32"
         )
 
 

@@ -31,3 +31,18 @@ def local_path(path: str | Path, what: str) -> Path:
             f"machine alone: name a folder here, or mount the store as one{plain}"
         )
     return Path(path)
+
+
+def local_store(url: str) -> str:
+    """The URL of a store of demoted records itself, of which some name a folder.
+
+    Raises:
+        ConfigurationError: it names a folder that has a scheme, as `file:s3://bucket/records`.
+
+    >>> local_store("rocksdb:/data/records")
+    'rocksdb:/data/records'
+    """
+    kind, _, place = url.partition(":")
+    if kind in ("file", "rocksdb"):
+        local_path(place, f"the folder of store = {kind}:")
+    return url

@@ -11,7 +11,6 @@ Source: OPER §8.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +27,7 @@ from rowmesh.placement.sketch import AccessSketch
 from rowmesh.placement.strategies import search
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
+from rowmesh.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,7 +208,7 @@ class Planner:
         self.plan = plan
         self._strategy, self._topology, self._request = strategy, topology, request
         self._capacity = capacity
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._made: tuple[Plan, Profile] | Proposal | None = None
         self.forget()
 
@@ -235,12 +235,12 @@ class Planner:
         assert self._thread is None
         sketch = self._sketch
         self.forget()
-        self._thread = threading.Thread(target=self._propose, args=(sketch,), name="rowmesh-planner", daemon=True)
+        self._thread = Worker(target=self._propose, args=(sketch,), name="rowmesh-planner", daemon=True)
         self._thread.start()
 
     def take(self) -> Proposal | None:
         """The result, once, as soon as it is there; else None."""
-        if self._thread is None or self._thread.is_alive():
+        if self._thread is None or not self._thread.has_ended:
             return None
         made = self._made
         self.close()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import quote
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from rowmesh.errors import DamagedFileError, DataError, StoreError
 from rowmesh.files.atomic import replacing_file, sync_file, sync_folder
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.mark import MARK, is_unmarked, mark, read_mark
+from rowmesh.files.names import file_stem
 from rowmesh.publish.chain import ADVICE, removed
 from rowmesh.publish.generation import Generation, Part
 from rowmesh.publish.target import PartWriter, Rows
@@ -251,7 +251,7 @@ class FolderTarget:
         return self._folder / f"{number:08d}"
 
     def _path(self, number: int, table: str, part: int) -> Path:
-        return self._of(number) / f"{quote(table, safe='')}-{part}{self._format.suffix}"
+        return self._of(number) / f"{file_stem(table)}-{part}{self._format.suffix}"
 
     def _layer(self, generation: Generation, table: str) -> list[WrittenRows]:
         found, number = [], generation.number

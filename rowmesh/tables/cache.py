@@ -13,6 +13,7 @@ from rowmesh.ops.cache_table import CacheTable
 from rowmesh.ops.slot_set import SlotSet
 from rowmesh.tables.backing import BackingStore
 from rowmesh.tables.cache_memory import CHUNK, CacheMemory, Copier
+from rowmesh.worker import Worker
 
 _CLEAN_SHARE = 4  # one cache slot of so many is kept free or clean, ahead of the batches that will need it
 
@@ -81,7 +82,7 @@ class Cache:
         self._demand = 0  # the most cache slots that a batch needed at once
         self._flushing = self._stopping = False
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rowmesh-write-back", daemon=True)
+        self._thread = Worker(target=self._run, name="rowmesh-write-back", daemon=True)
         self._thread.start()
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.places import local_store
 
 Eviction = Literal["lru", "lfu", "lru_lfu", "ttl", "score"]
 Missing = Literal["initial", "zero", "error"]
@@ -113,6 +114,7 @@ class Dynamic:
             raise ConfigurationError(
                 'mode = "demote" needs a store: give store = "memory", "file:FOLDER", "rocksdb:FOLDER" or "redis://…"'
             )
+        local_store(self.store)
         if self.store_capacity is None and self.store.startswith("file:"):
             raise ConfigurationError("a store in a file holds a stated number of records: give store_capacity")
 

@@ -16,6 +16,7 @@ import torch
 
 from rowmesh import checkpoint
 from rowmesh.checkpoint.files import UNVERIFIABLE
+from rowmesh.checkpoint.manifest import Manifest
 from rowmesh.checkpoint.series import Series
 from rowmesh.checkpoint.together import on_every_rank
 from rowmesh.errors import RowmeshError
@@ -194,7 +195,7 @@ def run_evaluation(
         naming_lost_peers(mesh, SETTING_UP),
         _threads(mesh, fits_threads),
     ):
-        _write(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest.metadata, data, other_vocabulary)))
+        _write(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest, config, data, other_vocabulary)))
         trained = resolve(run.config)
         changed = (config.placement, config.parallel.replicas) != (trained.placement, trained.parallel.replicas)
 
@@ -317,17 +318,37 @@ def _unlike(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return f"{names[0]} is {shape(saved, names[0])} there and {shape(own, names[0])} here{more}"
 
 
-def _compare(run: RunFolder, metadata: dict[str, Any], data: TableData, accept: bool) -> list[str]:
+def _compare(run: RunFolder, manifest: Manifest, config: Config, data: TableData, accept: bool) -> list[str]:
     """Raises RowmeshError where ids do not mean what they meant in training; where that is accepted, a line says so."""
+    metadata = manifest.metadata
     if not (what := mismatch(metadata, task_of(resolve(run.config), data).fingerprint, run.model)):
         return []
     if accept:
+        _check_sizes(run, manifest, config, data)
         return [f"data      differ from those of the training in {what}; accepted"]
     raise RowmeshError(
         f"the model in {run.path} was trained on {metadata['data']}, and {data.place} differs from it in "
         f"{what}: the same ids and values mean something else. Prepare the data as for the training, or give "
         "--other-vocabulary to evaluate nevertheless"
     )
+
+
+def _check_sizes(run: RunFolder, manifest: Manifest, config: Config, data: TableData) -> None:
+    """Raises RowmeshError where tables have not as many rows as the data have values, whatever they mean."""
+    tables = [table for table in table_specs(config.tables, data) if table.storage != "dynamic"]
+    saved = {name: entry.num_rows for name, entry in manifest.tables.items() if entry.known is None}
+    unlike = [
+        f"{table.name} has {saved[table.name]:,} rows in the model and {table.num_rows:,} values in the data"
+        for table in tables
+        if saved.get(table.name, table.num_rows) != table.num_rows
+    ]
+    if unlike:
+        more = f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        raise RowmeshError(
+            f"--other-vocabulary accepts values that mean something else, but not another number of them: table "
+            f"{unlike[0]}{more}. Evaluate {run.path} on data that were prepared with the vocabulary of its own "
+            f"({manifest.metadata['data']})"
+        )
 
 
 def _evaluate(job: Job, run: RunFolder, split: str, trained: DataConfig) -> Evaluation:

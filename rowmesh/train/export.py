@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,7 @@ from rowmesh.data.bijection import Bijection
 from rowmesh.data.progress import Progress, silent
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.files.folder import replacing_folder
+from rowmesh.files.names import file_stem
 from rowmesh.suggest import hint
 from rowmesh.train.finished import FinishedRun
 from rowmesh.train.run_folder import write_json
@@ -142,7 +142,7 @@ def _dense(data: Prepared) -> dict[str, Any]:
 
 
 def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -> Exported:
-    path = folder / f"{quote(saved.table, safe='')}.parquet"
+    path = folder / f"{file_stem(saved.table)}.parquet"
     values, counts = data.vocabulary(saved.table), data.counts(saved.table)
     vector = pa.list_(pa.from_numpy_dtype(as_float(saved.read(range(0))).dtype), saved.dim)
     schema = pa.schema({"id": pa.int64(), "value": values.type, "count": pa.int64(), "vector": vector})
@@ -165,7 +165,7 @@ def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -
 
 def _write_known(saved: SavedKnown, data: Prepared, folder: Path, progress: Progress) -> Exported:
     """Of a dynamic table the ids that it knows; `count` is how often the table has seen each."""
-    path, values = folder / f"{quote(saved.table, safe='')}.parquet", data.vocabulary(saved.table)
+    path, values = folder / f"{file_stem(saved.table)}.parquet", data.vocabulary(saved.table)
     vector = pa.list_(pa.from_numpy_dtype(as_float(torch.empty(0, dtype=saved.dtype)).dtype), saved.dim)
     schema = pa.schema({"id": pa.int64(), "value": values.type, "count": pa.int64(), "vector": vector})
     done = 0

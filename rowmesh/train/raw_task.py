@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rowmesh.data.quarantine import BadRows, FewBadRows, NoBadRows
-from rowmesh.data.raw import RawData, RawLoader
+from rowmesh.data.raw import RawData, RawLoader, is_server
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.places import local_path
 from rowmesh.mesh.together import summed
 from rowmesh.train.config import chosen
 from rowmesh.train.evaluate import evaluate
@@ -54,6 +55,8 @@ class RawTask(LabelledTask[RawData]):
         place = split if key == "--split" else self.tested
         if not place:
             raise ConfigurationError("data.test: name a folder or file of raw rows to evaluate the model on")
+        if not is_server(place):
+            local_path(place, key)
         self.data.source(place)
         return place
 

@@ -98,7 +98,7 @@ def find_start(claim: Claim, config: Config, data: TableData, resume: Resume, *,
         )
     folder, metadata = _newest_that_reads(series, steps)
     before = _config_of(metadata, folder)
-    _check_same(before, config, f"the checkpoint {folder}")
+    _check_same(before, config, f"the checkpoint {folder}", may_grow=True)
     if metadata["identity"] != data.identity:
         raise RowmeshError(
             f"the checkpoint {folder} was trained on other data, those in {metadata['data']} at that time; "
@@ -201,8 +201,8 @@ def _config_of(metadata: dict[str, Any], folder: Path) -> Config:
     return validate(metadata["config"], str(folder))
 
 
-def _check_same(before: Config, now: Config, what: str) -> None:
-    if differing := model_differences(before, now):
+def _check_same(before: Config, now: Config, what: str, *, may_grow: bool = False) -> None:
+    if differing := model_differences(before, now, may_grow=may_grow):
         raise ConfigurationError(
             f"{what} is of another model: {'; '.join(differing)}. Give the keys as they were, or train anew without "
             "--resume"

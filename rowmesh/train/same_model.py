@@ -15,10 +15,15 @@ _FREE_KEYS = {
 }
 
 
-def model_differences(before: Config, now: Config) -> list[str]:
+def model_differences(before: Config, now: Config, *, may_grow: bool = False) -> list[str]:
     """The keys on which the model depends and that differ, each with both values.
 
     Ranks, plan, transport, pipeline, tiers and device are free: every choice of them trains the same model.
+
+    Args:
+        before, now: the configurations.
+        may_grow: whether dynamic tables may have more room than before. Where that is given in other units, or shards
+            are given once alone, what is loaded tells.
 
     Example:
         >>> before = Config.model_validate({"data": {"folder": "clicks"}})
@@ -27,7 +32,23 @@ def model_differences(before: Config, now: Config) -> list[str]:
         ['tables.dim was 16, is 8']
     """
     names = sorted(before.tables.overridden.keys() | now.tables.overridden.keys())
-    return differences(_of_model(before, names), _of_model(now, names))
+    saved, own = _of_model(before, names), _of_model(now, names)
+    if may_grow:
+        _forget_growth(saved["tables"], own["tables"])
+        for name in names:
+            _forget_growth(saved["tables"][name], own["tables"][name])
+    return differences(saved, own)
+
+
+def _forget_growth(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Takes out how much dynamic tables hold, where that is not less than before."""
+    rules = before["dynamic"], now["dynamic"]
+    saved, own = ({key: each[key] for key in ("capacity", "capacity_bytes") if key in each} for each in rules)
+    gone = [] if saved.keys() == own.keys() and any(own[key] < saved[key] for key in own) else [*saved, *own]
+    gone += ["shards"] if ("shards" in rules[0]) != ("shards" in rules[1]) else []
+    for each in rules:
+        for key in gone:
+            each.pop(key, None)
 
 
 def _of_model(config: Config, tables: list[str]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from rowmesh.files.places import local_store
 from rowmesh.train.section import AUTO, Auto, Count, Factor, Positive, Rate, Section
 
 OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
@@ -119,7 +120,7 @@ class DynamicConfig(Section):
     ttl_steps: Count | None = None
     ttl_seconds: Count | None = None
     mode: Literal["drop", "demote"] | None = None
-    store: str | None = None
+    store: Annotated[str, AfterValidator(local_store)] | None = None
     store_capacity: Positive | None = None
     store_retry_s: Rate | None = None
     missing: Literal["initial", "zero", "error"] | None = None

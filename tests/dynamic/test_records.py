@@ -1,5 +1,6 @@
 """What dynamic tables know is saved, and read again on any number of ranks: training goes on as if nothing had been."""
 
+import logging
 from dataclasses import replace
 from itertools import pairwise
 
@@ -172,7 +173,8 @@ def saved(folder, table):
     [
         (spec(rules={"shards": 2}), "shards is 4 in the checkpoint and 2 here"),
         (spec(rules={"admit_after": 3}), "admit_after is 1 in the checkpoint and 3 here"),
-        (spec(rules={"capacity": 50}), "num_rows is 40 in the checkpoint and 50 here"),
+        (spec(rules={"capacity": 39}), "its capacity is 40 in the checkpoint and 39 here; .* capacity of 40 or more"),
+        (spec(rules={"capacity": 2000, "shards": None}), r"shards is 4 .* and 2 here; .* give Dynamic\(shards=4\)"),
         (spec(rules={"eviction": "lfu"}), "eviction is lru in the checkpoint and lfu here"),
         (spec(dim=4), "dim is 3 in the checkpoint and 4 here"),
         (
@@ -186,6 +188,78 @@ def test_what_does_not_fit_is_refused(tmp_path, table, message):
     embeddings = EmbeddingCollection([table])
     with pytest.raises(CheckpointError, match=message):
         rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
+
+
+GROWN = {"lru": {}, "sketch": {"admit_after": 2, "sketch_width": 8}, "ttl": {"ttl_steps": 3}, "demoting": DEMOTE}
+
+
+def grown(mesh, stream, rules, folder, count):
+    """What is known at the end where the table had all its room from the start, and where it got it half way."""
+    large = replace(stream, rules=(("user", rules),))
+    expected = run_first(mesh, large, folder / "large", count)
+    small = replace(stream, rules=(("user", replace(rules, capacity=300)),))
+    run_first(mesh, small, folder / "small", count)
+    return expected, run_rest(mesh, large, folder / "small", count)
+
+
+@pytest.mark.parametrize("kind", GROWN)
+def test_a_table_that_grows_is_as_if_it_had_been_as_large(tmp_path, kind):
+    """As long as no id had to leave for want of room."""
+    stream = Stream(rules=(("user", RULES["lru"]),), seed=3, num_steps=6)
+    expected, found = grown(Mesh(), stream, Dynamic(capacity=900, shards=2, **GROWN[kind]), tmp_path, 3)
+    assert found == expected
+    assert found["user"]
+
+
+def test_a_full_table_that_grows_keeps_its_ids_and_takes_others(tmp_path):
+    def looked_up(embeddings, ids):
+        optimizer = EmbeddingOptimizer(embeddings)
+        embeddings(rowmesh.SparseBatch.from_bags({"user": [ids]})).values.sum().backward()
+        optimizer.step()
+
+    small = EmbeddingCollection([spec(rules={"capacity": 4, "shards": 1})])
+    looked_up(small, [1, 2, 3, 4])
+    looked_up(small, [3, 4, 5, 6])
+    before = known_of(small, "user")
+    assert before.keys() == {3, 4, 5, 6}
+    rowmesh.save(tmp_path / "model", {"embeddings": small, "optimizer": EmbeddingOptimizer(small)})
+    large = EmbeddingCollection([spec(rules={"capacity": 8, "shards": 1})])
+    rowmesh.load(tmp_path / "model", {"embeddings": large, "optimizer": EmbeddingOptimizer(large)})
+    assert known_of(large, "user") == before
+    looked_up(large, [7, 8])
+    assert known_of(large, "user").keys() == {3, 4, 5, 6, 7, 8}
+    rowmesh.save(tmp_path / "model", {"embeddings": large}, overwrite=True)
+    with pytest.raises(CheckpointError, match="its capacity is 8 in the checkpoint and 4 here"):
+        rowmesh.load(tmp_path / "model", {"embeddings": small})
+
+
+def test_another_seed_is_said_once(tmp_path, caplog):
+    embeddings = EmbeddingCollection([spec(), spec(name="item")], seed=5)
+    rowmesh.save(tmp_path / "model", {"embeddings": embeddings})
+    assert {part.seed for part in read_manifest(tmp_path / "model").tables["user"].known.parts} == {5}
+    rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
+    assert not caplog.messages
+    rowmesh.load(tmp_path / "model", {"embeddings": EmbeddingCollection([spec(), spec(name="item")], seed=6)})
+    (line,) = caplog.messages
+    assert "tables user, item of" in line
+    assert "trained with seed 5 and are here made with seed 6" in line
+
+
+def said_of_seeds(mesh, folder):
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("rowmesh").addHandler(handler)
+    try:
+        rowmesh.load(folder, {"embeddings": EmbeddingCollection([spec()], mesh=mesh, seed=6)})
+    finally:
+        logging.getLogger("rowmesh").removeHandler(handler)
+    return [line for line in lines if "seed" in line]
+
+
+def test_another_seed_is_said_by_one_rank(ranks, tmp_path):
+    rowmesh.save(tmp_path / "model", {"embeddings": EmbeddingCollection([spec()], seed=5)})
+    said = ranks.run(said_of_seeds, tmp_path / "model", world_size=2)
+    assert sum(map(len, said)) == 1
 
 
 def test_a_dense_table_is_no_dynamic_one(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rowmesh
-from rowmesh.errors import DataError, RowmeshError
+from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.export import export
 from rowmesh.train.predict import predict
@@ -105,6 +105,8 @@ def test_lists_of_parquet_files_are_read_as_in_training(raw_run, tmp_path):
     pq.write_table(table.set_column(3, "item", pa.array([["1"]] * len(table))), file)
     with pytest.raises(DataError, match=r"0.csv: column 'item' holds text, in the training it holds integers"):
         run_evaluation(run, split=str(file))
+    with pytest.raises(ConfigurationError, match=r"--split = 's3://b/x\.csv' has the scheme s3://"):
+        run_evaluation(run, split="s3://b/x.csv")
     with pytest.raises(DataError, match=r"0.csv: column 'item' holds text, in .*rows/0.csv it holds integers"):
         raw_run(f"run.folder={tmp_path / 'other'}")
     (tmp_path / "rows" / "0.csv").rename(tmp_path / "0.csv")

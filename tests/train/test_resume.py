@@ -30,6 +30,7 @@ DYNAMIC = [
 BESIDE, INCREMENTS = ["checkpoint.asynchronous=true"], ["checkpoint.incremental=4"]
 AVERAGED = ["parallel.replicas=2", "parallel.synchronization=average", "parallel.sync_every=4"]
 FAST_ROWS = {1: 170, 2: 100, 4: 60}  # of 381, 191 and 96 that a rank has
+ROOMY = [option for option in DYNAMIC if "capacity" not in option]
 MODES = {
     "plain": [],
     "one-sided": ["parallel.transport=one_sided"],
@@ -162,7 +163,7 @@ def test_the_best_model_is_part_of_a_checkpoint(config_file, tmp_path):
     assert steps_of(tmp_path / "run" / "checkpoints")[-1] > metadata["steps"] + 5
     shutil.rmtree(tmp_path / "run" / "best")
     assert train(config_file, *options, resume="latest") == expected
-    assert checkpoint.read_manifest(tmp_path / "run" / "model").metadata == metadata
+    assert checkpoint.checkpoint.read_manifest(tmp_path / "run" / "model").metadata == metadata
     assert model_of(tmp_path / "run") == model_of(tmp_path / "untouched")
     assert not (tmp_path / "run" / "best").exists()
 
@@ -236,6 +237,14 @@ def test_a_run_that_may_not_go_on_says_why_and_stays(config_file, tmp_path):
     with pytest.raises(RowmeshError, match="holds a run; give another"):
         train(config_file)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_dynamic_tables_grow_where_a_run_is_resumed(config_file, tmp_path):
+    killed(config_file, 5, "tables.dynamic.capacity=70", *ROOMY)
+    with pytest.raises(ConfigurationError, match=r"tables.dynamic.capacity was 70, is 69\. Give the keys as they were"):
+        train(config_file, "tables.dynamic.capacity=69", *ROOMY, resume="latest")
+    train(config_file, "tables.dynamic.capacity=5000", "tables.dynamic.shards=2", *ROOMY, resume="latest")
+    assert {each.num_rows for each in checkpoint.read_manifest(tmp_path / "run" / "model").tables.values()} == {5000}
 
 
 def test_other_data_are_refused(config_file, clicks, tmp_path):

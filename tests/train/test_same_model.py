@@ -50,3 +50,24 @@ def test_when_and_where_are_free(config_file, now):
 )
 def test_what_the_model_depends_on_is_named(config_file, before, now, keys):
     assert changed(config_file, before, now) == keys
+
+
+ROOM = "tables.dynamic.capacity=64"
+
+
+@pytest.mark.parametrize(
+    "before, now, keys",
+    [
+        ([ROOM], ["tables.dynamic.capacity=65"], []),
+        ([ROOM], ["tables.dynamic.capacity=63"], ["tables.dynamic.capacity"]),
+        ([ROOM], ["tables.dynamic.capacity=128", "tables.dynamic.shards=1"], []),
+        ([ROOM], ["tables.dynamic.capacity_bytes=65536"], []),
+        ([ROOM, "tables.dynamic.shards=2"], [ROOM, "tables.dynamic.shards=1"], ["tables.dynamic.shards"]),
+        ([ROOM], [ROOM, "tables.C1.dynamic.capacity=99"], []),
+        ([ROOM], [ROOM, "tables.C1.dynamic.capacity=9"], ["tables.C1.dynamic.capacity"]),
+        ([ROOM], ["tables.dynamic.capacity=99", "tables.dynamic.eviction=lfu"], ["tables.dynamic.eviction"]),
+    ],
+)
+def test_dynamic_tables_may_grow(config_file, before, now, keys):
+    differing = model_differences(resolve(config_file, before), resolve(config_file, now), may_grow=True)
+    assert [text.split()[0] for text in differing] == keys

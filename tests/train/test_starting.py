@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from rowmesh.checkpoint import read_manifest
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.faults import arm
 from rowmesh.train.commands import run_training
@@ -73,6 +74,20 @@ def test_what_cannot_be_gone_on_with_is_refused(file, clicks, tmp_path):
         assert isinstance(caught.value, RowmeshError | ConfigurationError)
         assert not (tmp_path / "run").exists(), "a run that ends before its first step leaves no folder"
     assert (first / "model").exists()
+
+
+def test_dynamic_tables_grow(file, tmp_path):
+    rules = ["tables.storage=dynamic", "tables.initializer.bound=0.1", "tables.dynamic.shards=1", "train.steps=2"]
+    run_training(resolve(file, [*rules, "tables.dynamic.capacity=500", f"run.folder={tmp_path / 'first'}"]))
+    start = [*rules, f"train.start_from={tmp_path / 'first'}"]
+    with pytest.raises(RowmeshError, match="its capacity is 500 in the checkpoint and 499 here"):
+        run_training(resolve(file, [*start, "tables.dynamic.capacity=499"]))
+    run_training(resolve(file, [*start, "tables.dynamic.capacity=800"]))
+    first, second = (read_manifest(tmp_path / name / "model").tables for name in ("first", "run"))
+    assert {each.num_rows for each in second.values()} == {800}
+    for name, entry in first.items():
+        ids = sum(part.num_ids for part in entry.known.parts)
+        assert ids <= sum(part.num_ids for part in second[name].known.parts)
 
 
 @pytest.mark.parametrize("is_there", [False, True])

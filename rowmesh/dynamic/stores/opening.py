@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from urllib.parse import quote
 
 from rowmesh.dynamic.stores.protocol import RecordStore
 from rowmesh.dynamic.stores.redis import RedisRecords
@@ -12,6 +11,7 @@ from rowmesh.dynamic.stores.retry import Retry
 from rowmesh.dynamic.stores.rocksdb import RocksRecords
 from rowmesh.dynamic.stores.slots import file_records, memory_records
 from rowmesh.errors import ConfigurationError
+from rowmesh.files.names import file_stem
 from rowmesh.files.places import local_path
 
 REDIS = ("redis://", "rediss://", "unix://")
@@ -60,7 +60,7 @@ def open_records(
     kind, _, place = url.partition(":")
     if kind not in ("file", "rocksdb") or not place:
         raise ConfigurationError(f"{url.split('@')[-1]!r} is no store of records; there are {_FORMS}")
-    path = local_path(place, f"the folder of {kind}:") / f"{quote(table, safe='')}-{rank}"
+    path = local_path(place, f"the folder of {kind}:") / f"{file_stem(table)}-{rank}"
     if kind == "rocksdb":
         return RocksRecords(table, path, record_bytes, retry=retry)
     if max_records is None:
