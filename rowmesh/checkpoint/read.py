@@ -169,7 +169,8 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
     if entry.known is not None:
         del pairs["num_rows"]  # which is the capacity
         facts, rules = facts_of(table), dict(entry.known.rules)
-        rules.pop("capacity", None), facts.pop("capacity")
+        rules.pop("capacity", None)
+        facts.pop("capacity")
         _check_room(table, entry.num_rows, rules.get("shards"))
         if "mode" not in rules:  # it has no demoted ids, which is as good as none
             facts = {name: value for name, value in facts.items() if name not in ("mode", "store_capacity")}
