@@ -163,7 +163,7 @@ def test_the_best_model_is_part_of_a_checkpoint(config_file, tmp_path):
     assert steps_of(tmp_path / "run" / "checkpoints")[-1] > metadata["steps"] + 5
     shutil.rmtree(tmp_path / "run" / "best")
     assert train(config_file, *options, resume="latest") == expected
-    assert checkpoint.checkpoint.read_manifest(tmp_path / "run" / "model").metadata == metadata
+    assert checkpoint.read_manifest(tmp_path / "run" / "model").metadata == metadata
     assert model_of(tmp_path / "run") == model_of(tmp_path / "untouched")
     assert not (tmp_path / "run" / "best").exists()
 
