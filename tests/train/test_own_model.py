@@ -144,7 +144,7 @@ def test_a_module_that_fails_says_where(tmp_path, monkeypatch):
 def test_the_page_runs_as_it_stands(own_file, tmp_path, monkeypatch):
     """Its Python is a module in the current folder, its TOML is the section of a configuration."""
     page = (Path(__file__).parents[2] / "docs" / "own_model.md").read_text()
-    (python, *_), (toml,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "toml"))
+    (python, *_), (toml, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "toml"))
     (tmp_path / "two_towers.py").write_text(python)
     lines = own_file.read_text().replace("[model]\n", toml.replace("user_id", "C1").replace("age_group", "C2"))
     own_file.write_text(lines)
