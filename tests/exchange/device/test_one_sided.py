@@ -111,7 +111,7 @@ def order_of_calls(mesh, replicas=1, mode="exact"):
 
 
 def noting(calls, name, call):
-    return lambda *arguments: (calls.append(name), call(*arguments))[1]
+    return lambda *arguments, **options: (calls.append(name), call(*arguments, **options))[1]
 
 
 def test_barriers_stand_where_memory_changes_hands(ranks):
