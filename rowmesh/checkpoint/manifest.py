@@ -179,7 +179,7 @@ class KnownEntry:
 
     @property
     def seed(self) -> int | None:
-        """Of the rows from which ids start, which is the same in all parts; None where that is not known."""
+        """Seed of the rows from which ids start, equal in all parts; None where it is not known."""
         return self.parts[0].seed if self.parts else None
 
 

@@ -45,7 +45,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """The same values, of the column's plain type.
+    """Returns the values, of the column's plain type.
 
     Example:
         >>> plain(pa.chunked_array([["a"], ["b", "a"]], pa.dictionary(pa.int8(), pa.string()))).to_pylist()
@@ -57,7 +57,7 @@ def plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """The same values as one array."""
+    """Joins the values to one array."""
     if isinstance(column, pa.Array):
         return column
     array = column.combine_chunks()

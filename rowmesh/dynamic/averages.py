@@ -60,7 +60,7 @@ class Averages:
         return {name: self.tables[name].unite(each, self._channel, counters, number) for name, each in drafts.items()}
 
     def pass_over(self, counters: CommonCounters) -> None:
-        """What ranks of a group call in place of this that has not opened the last batch. Collective with it."""
+        """Takes part in place of a call where this group has not opened the last batch. Collective with it."""
         self._post_step(_NONE, counters)
 
     def _post_step(self, step: int, counters: CommonCounters) -> list[int]:

@@ -29,7 +29,7 @@ class BatchPin:
         self.step, self.is_watched = step, is_watched
 
     def take_back(self) -> None:
-        """What the batch decided is taken back: no hook is told of it any more."""
+        """Notes that the decisions of the batch were taken back: no hook hears of it any more."""
         self.is_taken_back, self.is_watched = True, False
 
     def take_watched(self) -> bool:
