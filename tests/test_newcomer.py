@@ -51,7 +51,7 @@ def test_from_a_clone_to_scores(clone: Path):
             run(clone, f'"{sys.executable}" block.py')
     assert (clone / "new.csv.scores.parquet").exists()
 
-    (code,) = [block.text for block in blocks("docs/own_model.md") if block.language == "python"]
+    code = next(block.text for block in blocks("docs/own_model.md") if block.language == "python")
     (clone / "two_towers.py").write_text(code)
     own = 'model.name=two_towers:TwoTowers \'model.options={left = ["user", "hour"]}\' run.folder=runs/own'
     (clone / "own.toml").write_text('[data]\nfolder = "prepared"\n')
