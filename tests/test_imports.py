@@ -14,9 +14,9 @@ LAYERS = [
     {"errors", "suggest", "extras", "faults", "interrupts", "gate", "state_form", "turns", "worker", "random_states"},
     {"files", "ops", "counters", "sparse", "models"},
     {"observe"},
-    {"tables", "optim", "data"},
+    {"tables", "optim"},
     {"placement", "mesh", "checkpoint", "tensor_train", "layout", "dynamic"},
-    {"publish"},
+    {"publish", "data"},
     {"exchange"},
     {
         "linear_layers",

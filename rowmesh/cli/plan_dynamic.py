@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.text import Text
 
+from rowmesh.data.profile import profile_prepared
 from rowmesh.dynamic.layout import num_kept, num_spare, rules_of, shards_of
-from rowmesh.placement import Plan, Profile, TableShape
+from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.cost import cost_of
 from rowmesh.placement.request import Request
 from rowmesh.placement.text import bytes_text
@@ -74,7 +75,7 @@ def dynamic_costs(
         seen = data.table(table.name).num_rows
         shape = replace(TableShape.of(table), num_rows=seen)
         plan = Plan.cyclic([shape], size, topology.ranks_per_node)
-        cost = cost_of(plan, Profile.from_prepared(data, [shape]), request)
+        cost = cost_of(plan, profile_prepared(data, [shape]), request)
         asked = cost.lookup_rows.sum(axis=1) - np.diag(cost.lookup_rows)
         link_bytes = float((cost.link_bytes.sum(axis=1) + RESOLVE_BYTES * asked).max())
         memory = memory_of(table, size)

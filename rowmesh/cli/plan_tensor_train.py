@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from rich.text import Text
 
+from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.optim import AdaGrad, UpdateRule
-from rowmesh.placement import Profile, TableShape
+from rowmesh.placement import TableShape
 from rowmesh.placement.text import bytes_text
 from rowmesh.report.plan_text import Printer
 from rowmesh.tables import TableSpec, TensorTrain
@@ -171,7 +172,7 @@ def _compressed(table: TableSpec, ids: torch.Tensor) -> Compressed:
 
 def _distinct(data: TableData, table: TableSpec, batch_size: int) -> torch.Tensor:
     """Distinct ids of a batch that is drawn from the counts of the data, int64."""
-    counted = Profile.from_prepared(data, [TableShape.of(table)])
+    counted = profile_prepared(data, [TableShape.of(table)])
     profile, generator = counted.tables[0], np.random.default_rng(0)
     sums = np.cumsum(profile.lengths * profile.accesses)
     draws = round(batch_size * sums[-1] / counted.num_samples)

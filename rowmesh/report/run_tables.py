@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rowmesh.data import Prepared
+from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.placement import Plan
 from rowmesh.placement.cost import cost_of
@@ -80,7 +81,7 @@ def _plan(record: RunRecord) -> tuple[Plan | None, str]:
 
 def _profile(record: RunRecord, plan: Plan) -> Profile:
     data = Prepared.open(Path(str(record.setting("data.folder", ""))), verify=False)
-    return Profile.from_prepared(data, [table.shape for table in plan.tables])
+    return profile_prepared(data, [table.shape for table in plan.tables])
 
 
 def _facts(record: RunRecord, plan: Plan | None, profile: Profile | None) -> Iterator[TableFacts]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Together
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.comparison import compare
-from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import plan_levels
@@ -139,7 +139,7 @@ def problem_of(
     """
     request = request or request_of(config, topology.world_size)
     batch_size = request.batch_size if count_batches else None
-    profile = Profile.from_prepared(
+    profile = profile_prepared(
         data, placed_shapes(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
     )
     return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)

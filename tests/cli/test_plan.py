@@ -5,8 +5,8 @@ import re
 import pytest
 
 from rowmesh.data import Prepared
+from rowmesh.data.profile import profile_prepared
 from rowmesh.placement import Plan, TableShape
-from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import QUICK
 from rowmesh.placement.strategies.problem import Problem
@@ -34,7 +34,7 @@ def test_the_numbers_are_those_of_the_cost_model(run, config_file, tmp_path):
     out = run("--ranks", 4, "--strategy", "row_wise", "--out", tmp_path / "plan.json")
     prepared = Prepared.open(config_file.parent / "prepared")
     shapes = [TableShape(table.name, table.num_rows, 64, 64, 4) for table in prepared.tables]
-    problem = Problem(Profile.from_prepared(prepared, shapes), Topology.uniform(4), Request(batch_size=200))
+    problem = Problem(profile_prepared(prepared, shapes), Topology.uniform(4), Request(batch_size=200))
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.strategy == "row_wise"
     assert [table.shape for table in plan.tables] == shapes

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowmesh.data import Loader, Schema, prepare
+from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.placement import profile as module
 from rowmesh.placement.plan import TableShape
@@ -147,8 +148,8 @@ def shapes(prepared, *names):
     return [shape(prepared.table(name).num_rows, name) for name in names]
 
 
-def test_from_prepared_reads_the_stored_counts(prepared):
-    profile = Profile.from_prepared(prepared.folder, shapes(prepared, "user", "bag"))
+def test_profile_prepared_reads_the_stored_counts(prepared):
+    profile = profile_prepared(prepared.folder, shapes(prepared, "user", "bag"))
     assert (profile.num_samples, profile.batch_size) == (1003, None)
     assert profile.is_one_hot(0)
     assert not profile.is_one_hot(1)
@@ -158,9 +159,9 @@ def test_from_prepared_reads_the_stored_counts(prepared):
 
 
 @pytest.mark.parametrize("batch_size", [1, 37, 256, 1002, 1003])
-def test_from_prepared_counts_the_batches_that_contain_a_row(prepared, batch_size):
+def test_profile_prepared_counts_the_batches_that_contain_a_row(prepared, batch_size):
     """Whole ones: the last of 1,003 samples may be a small one, of which no step is."""
-    profile = Profile.from_prepared(prepared, shapes(prepared, "bag", "user"), batch_size=batch_size, shuffle=False)
+    profile = profile_prepared(prepared, shapes(prepared, "bag", "user"), batch_size=batch_size, shuffle=False)
     loader = Loader(prepared, "train", batch_size=batch_size, drop_last=True)
     for index, table in enumerate(profile.tables):
         contained = np.zeros(table.shape.num_rows)
@@ -173,15 +174,15 @@ def test_from_prepared_counts_the_batches_that_contain_a_row(prepared, batch_siz
             assert chance == pytest.approx(contained[first:stop].mean())
 
 
-def test_from_prepared_counts_the_only_batch_though_it_is_small(prepared):
-    profile = Profile.from_prepared(prepared, shapes(prepared, "user"), batch_size=5000)
+def test_profile_prepared_counts_the_only_batch_though_it_is_small(prepared):
+    profile = profile_prepared(prepared, shapes(prepared, "user"), batch_size=5000)
     assert profile.tables[0].batches is not None
     assert profile.tables[0].batches.tolist() == [1.0] * len(profile.tables[0].lengths)
 
 
 def test_batches_are_those_of_the_seed(prepared):
     one, again, other = (
-        Profile.from_prepared(prepared, shapes(prepared, "user"), batch_size=37, seed=seed) for seed in (1, 1, 2)
+        profile_prepared(prepared, shapes(prepared, "user"), batch_size=37, seed=seed) for seed in (1, 1, 2)
     )
     assert np.array_equal(one.presence(0, 37), again.presence(0, 37))
     assert not np.array_equal(one.presence(0, 37), other.presence(0, 37))
@@ -195,20 +196,20 @@ def test_a_small_last_batch_counts_as_the_part_that_it_is():
 
 def test_shuffled_batches_spread_a_burst(prepared):
     plain, shuffled = (
-        Profile.from_prepared(prepared, shapes(prepared, "user"), batch_size=32, shuffle=shuffle)
+        profile_prepared(prepared, shapes(prepared, "user"), batch_size=32, shuffle=shuffle)
         for shuffle in (False, True)
     )
     assert shuffled.uniques(0, 32)[-1] > plain.uniques(0, 32)[-1]
     assert shuffled.uniques(0, 32)[-1] == pytest.approx(
-        Profile.from_prepared(prepared, shapes(prepared, "user")).uniques(0, 32)[-1], rel=0.03
+        profile_prepared(prepared, shapes(prepared, "user")).uniques(0, 32)[-1], rel=0.03
     )
 
 
-def test_from_prepared_refuses_other_tables(prepared):
+def test_profile_prepared_refuses_other_tables(prepared):
     with pytest.raises(ConfigurationError, match=r"'user' has 5 rows, but counts of shape"):
-        Profile.from_prepared(prepared, [shape(5, "user")])
+        profile_prepared(prepared, [shape(5, "user")])
     with pytest.raises(DataError, match="has no feature 'users'"):
-        Profile.from_prepared(prepared, [shape(5, "users")])
+        profile_prepared(prepared, [shape(5, "users")])
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(0, 60), st.integers(0, 60), st.integers(1, 7))

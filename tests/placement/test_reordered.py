@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rowmesh.data import ReorderOptions, reorder
+from rowmesh.data.profile import profile_prepared
 from rowmesh.placement import TableShape
 from rowmesh.placement.cost import cost_of
 from rowmesh.placement.profile import Profile
@@ -36,7 +37,7 @@ def exact(data):
 @pytest.mark.parametrize("strategy", QUICK)
 def test_every_strategy_makes_a_plan_that_costs_what_it_says(reordered, strategy, mode):
     topology, request = Topology.grouped(2, 2, 4.0), Request(batch_size=32, mode=mode, extra_memory=0.1)
-    profile = Profile.from_prepared(reordered, shapes(reordered))
+    profile = profile_prepared(reordered, shapes(reordered))
     plan = search(strategy, profile, topology, request)
     plan.check()
     for table in plan.tables:
@@ -55,7 +56,7 @@ def test_hot_rows_are_copied_as_before(reordered):
     by_frequency = Profile.from_counts(data | {"item": data["item"][item]}, shapes(reordered), 600 * BATCH)
     plans = [
         search("cyclic", profile, Topology.uniform(4), request)
-        for profile in (by_frequency, Profile.from_prepared(reordered, shapes(reordered)))
+        for profile in (by_frequency, profile_prepared(reordered, shapes(reordered)))
     ]
     copied = [[len(p) for p in plan.table("item").ranges if p.rule == "replicated"] for plan in plans]
     assert copied[0] == copied[1]
@@ -64,7 +65,7 @@ def test_hot_rows_are_copied_as_before(reordered):
 
 def test_few_runs(reordered, monkeypatch):
     monkeypatch.setattr("rowmesh.placement.profile.MAX_BANDS", 16)
-    profile = Profile.from_prepared(reordered, shapes(reordered))
+    profile = profile_prepared(reordered, shapes(reordered))
     rows = reordered.unordered_rows("item")
     starts = profile.tables[0].starts
     assert ((starts >= rows.start) & (starts < rows.stop)).sum() <= 16
@@ -73,7 +74,7 @@ def test_few_runs(reordered, monkeypatch):
 
 
 def test_counted_batches(reordered):
-    profile = Profile.from_prepared(reordered, shapes(reordered), batch_size=BATCH, shuffle=False)
+    profile = profile_prepared(reordered, shapes(reordered), batch_size=BATCH, shuffle=False)
     rank_rows = profile.tables[0]
     assert rank_rows.batches is not None
     assert rank_rows.lengths @ rank_rows.batches <= rank_rows.total_accesses

@@ -10,6 +10,7 @@ import pytest
 
 import rowmesh.placement
 from rowmesh.data import Loader, prepare
+from rowmesh.data.profile import profile_prepared
 from rowmesh.data.schema import SCHEMAS
 from rowmesh.placement import Profile, TableShape, smoothed
 from rowmesh.placement.request import Request
@@ -110,7 +111,7 @@ def unseen_profile(data, shapes):
 def test_plans_of_expected_accesses_serve_unseen_samples_better(name, tmp_path):
     data = prepare(halves(name, tmp_path), tmp_path / "prepared", SCHEMAS[name], min_count=1)
     shapes = [TableShape(table.name, table.num_rows, 64, 64, 4) for table in data.tables]
-    counted = Profile.from_prepared(data, shapes)
+    counted = profile_prepared(data, shapes)
     topology = Topology.grouped(2, 4, 4.21)
     for objective in ("total", "slowest_link"):
         request = Request(batch_size=64, mode="infer", objective=objective, extra_memory=0.2)

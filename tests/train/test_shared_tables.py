@@ -10,10 +10,10 @@ import pytest
 
 import rowmesh
 from rowmesh.data import Loader, prepare
+from rowmesh.data.profile import profile_prepared
 from rowmesh.data.reorder.reorder import choose_tables
 from rowmesh.data.schema import Schema
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.placement.profile import Profile
 from rowmesh.train.commands import run_evaluation, run_training
 from rowmesh.train.export import export
 from rowmesh.train.placement import shapes_of
@@ -70,7 +70,7 @@ def test_one_table_has_both_features(data, tmp_path):
     user, item = table_specs(TablesConfig(dim=4), data)
     assert (user.features, item.name, item.features) == (("user",), "item", ("item", "history"))
     config = resolve(write_config(tmp_path / "shared.toml", tmp_path / "run", data.folder))
-    profile = Profile.from_prepared(data, shapes_of(config, data), batch_size=50, shuffle=False)
+    profile = profile_prepared(data, shapes_of(config, data), batch_size=50, shuffle=False)
     assert [table.name for table in profile.tables] == ["user", "item"]
     with pytest.raises(ConfigurationError, match=r"feature 'history' has the table 'item', .* write tables\.item"):
         table_specs(TablesConfig.model_validate({"dim": 4, "history": {"dim": 8}}), data)

@@ -1,0 +1,87 @@
+"""The profile of a data set: how often each row of each table is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rowmesh.data.loader import Loader
+from rowmesh.data.prepared import Prepared, Split
+from rowmesh.errors import ConfigurationError
+from rowmesh.placement.batches import BatchCounter
+from rowmesh.placement.plan import TableShape
+from rowmesh.placement.profile import Profile, TableProfile
+
+
+class Counted(Protocol):
+    """Data that say how often each row of a table is read."""
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """By name, with their number of samples."""
+        ...
+
+    def counts(self, name: str) -> NDArray[np.int64]:
+        """Of each row of a table."""
+        ...
+
+    def unordered_rows(self, name: str) -> range:
+        """The rows that are not in order of their counts."""
+        ...
+
+
+def profile_prepared(
+    data: str | Path | Counted,
+    shapes: Sequence[TableShape],
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> Profile:
+    """The profile of a prepared data set's training split, from its counts, which are memory-mapped.
+
+    The last row of a table stands for all rare ids: counts fall up to it, and it may be among the most read. Where
+    data are reordered, rows that are in order of communities are about a thousand runs with mean counts.
+
+    Args:
+        data: what `rowmesh data prepare` wrote.
+        shapes: of the tables, named after their features; features without one are left out.
+        batch_size: samples of a rank's batch. Given, all batches are read once, and how many contain a row is
+            counted; memory is needed for one window of the loader. A smaller last batch is left out, and the
+            others stand for its samples.
+        shuffle: whether batches are those of a shuffled epoch, as in training.
+        seed: of the shuffle.
+
+    Raises:
+        ConfigurationError: a table has another number of rows than the data.
+        DataError: not a prepared folder, or it has no such feature.
+    """
+    prepared = Prepared.open(data) if isinstance(data, str | Path) else data
+    tables = [
+        TableProfile.of_counts(shape, prepared.counts(shape.name), unordered=prepared.unordered_rows(shape.name))
+        for shape in shapes
+    ]
+    num_samples = prepared.splits["train"].samples
+    if batch_size is None:
+        return Profile(tuple(tables), num_samples)
+    if not isinstance(prepared, Prepared):
+        raise ConfigurationError("batches of sequences of events cannot be counted; leave --count-batches out")
+    counters = {table.name: BatchCounter(table.name, table.starts) for table in tables}
+    loader = Loader(
+        prepared, "train", batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=num_samples > batch_size
+    )
+    for batch in loader:
+        ids, found = batch.sparse.ids.numpy(), {name: [] for name in counters}
+        for feature, name in enumerate(batch.sparse.features):
+            if (table := prepared.schema.table_of(name)) in counters:  # which several features may share
+                found[table].append(slice(*batch.sparse.feature_range(feature)))
+        for table, parts in found.items():
+            counters[table].add(np.concatenate([ids[part] for part in parts]))
+    scale = max(num_samples / batch_size, 1.0) / loader.num_batches
+    counted = tuple(replace(t, batches=counters[t.name].pairs / t.lengths * scale) for t in tables)
+    return Profile(counted, num_samples, batch_size)
