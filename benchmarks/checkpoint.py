@@ -29,8 +29,8 @@ from benchmarks import checkpoint_increments, checkpoint_layouts, checkpoint_sta
 from benchmarks.command import Options, Report, parse
 from benchmarks.measure import summarize
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
+from rowmesh._support.files.checksums import Checksums
 from rowmesh.checkpoint import new_files
-from rowmesh.files.checksums import Checksums
 
 DIM = 64
 

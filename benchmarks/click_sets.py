@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 
 from rowmesh.data import Batch, Loader, PlantedConfig, Prepared, Schema, Splitter, prepare, synthesize
-from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.tables import TableSpec
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 
 HELD_OUT = 0.2
 CRITEO_FILES = ("train.tsv.gz", "dev.tsv.gz", "test.tsv.gz")

@@ -17,9 +17,9 @@ from benchmarks.click_sets import RealRows, Synthetic, read
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer
 from rowmesh.data import Batch, Prepared
 from rowmesh.models import DLRM
+from rowmesh.run.metrics import compute
+from rowmesh.run.precision import Precision, computing_in
 from rowmesh.tables import TableSpec
-from rowmesh.train.metrics import compute
-from rowmesh.train.precision import Precision, computing_in
 
 BOTTOM, TOP = (64,), (128, 64)  # hidden widths
 JUDGED_AT_ONCE = 8192

@@ -28,7 +28,7 @@ from benchmarks.contestant import Contestant, ContestantError, connect_all
 from benchmarks.dynamic_table_tiers import mget_us, record_of, server
 from benchmarks.measure import median, slowest
 from benchmarks.workload import Workload
-from rowmesh.dynamic.stores import open_records
+from rowmesh.tables.dynamic.stores import open_records
 
 MODULE = "benchmarks.ranks.demoted_step"
 TARGET = 1.3

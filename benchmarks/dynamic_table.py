@@ -26,10 +26,10 @@ from benchmarks import dynamic_table_stream, dynamic_table_tiers
 from benchmarks.command import Report
 from benchmarks.measure import median
 from benchmarks.peers.dynamic_table import draw
-from rowmesh.dynamic import DynamicShards
 from rowmesh.ops.dynamic_index import cpu
 from rowmesh.ops.dynamic_index.scored import ScoredIndex
-from rowmesh.tables.dynamic import Dynamic
+from rowmesh.tables.dynamic.shards import DynamicShards
+from rowmesh.tables.dynamic.spec import Dynamic
 
 TARGETS = {"probe_ns": 40.0, "insert_evict_ns": 150.0, "index_and_score_bytes": 24.0, "growth_p99": 1.2}
 _SCORE_BYTES = 8

@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command import Report
-from rowmesh.dynamic import DynamicShards, shard_of
-from rowmesh.dynamic.stores import RecordStore, open_records
-from rowmesh.tables.dynamic import Dynamic
+from rowmesh.tables.dynamic.hashing import shard_of
+from rowmesh.tables.dynamic.shards import DynamicShards
+from rowmesh.tables.dynamic.spec import Dynamic
+from rowmesh.tables.dynamic.stores import RecordStore, open_records
 
 TIERS = ("memory", "file", "rocksdb", "redis")
 _TABLE, _SKEW, _CHUNK = "benchmark", 3.0, 50_000

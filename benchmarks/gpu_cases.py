@@ -17,7 +17,7 @@ from rowmesh.ops.merge_update import cuda as update_ops
 from rowmesh.ops.pool import cuda as pool_ops
 from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.segment_unique import cuda as unique_ops
-from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 
 COPY_SHARE = 0.8
 _ELEMENT_BYTES, _ID_BYTES, _INVERSE_BYTES = 4, 8, 4

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from benchmarks.gpu_cases import Sizes
 from benchmarks.gpu_timing import Case
-from rowmesh.dynamic.shards import shape_of
 from rowmesh.ops.dynamic_index.device import DeviceIndexes
 from rowmesh.ops.streams import Stream
 from rowmesh.tables import Dynamic
+from rowmesh.tables.dynamic.shards import shape_of
 
 _ID_BYTES, _SLOT_BYTES, _RECORD_BYTES = 8, 4, 32
 _NEW = 100  # of so many distinct ids of a batch one is new

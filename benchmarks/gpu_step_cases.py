@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Zipf
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.data import Batch
 from rowmesh.models import DLRM
-from rowmesh.optim import SGD, EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Constant, TableSpec
+from rowmesh.tables.update_rules import SGD
 
 LR = 0.01
 FEATURES = tuple(f"C{number}" for number in range(NUM_TABLES))

@@ -12,7 +12,7 @@ from benchmarks.gpu_timing import Case
 from rowmesh.ops.initialize.cuda import initialize
 from rowmesh.ops.initialize.reference import values
 from rowmesh.ops.update_slices.cuda import update_slices
-from rowmesh.optim import AdaGrad
+from rowmesh.tables.update_rules import AdaGrad
 
 _ELEMENT_BYTES = 4
 _CHECKED_ROWS = 1000

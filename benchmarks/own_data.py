@@ -28,10 +28,10 @@ import torch
 from benchmarks.command import Report
 from benchmarks.own_data_sets import SETS, OwnSet
 from rowmesh.data import Prepared
-from rowmesh.train.commands import run_training
-from rowmesh.train.metrics import Metrics
-from rowmesh.train.resolve import validate
-from rowmesh.train.run_folder import RunFolder
+from rowmesh.run.commands import run_training
+from rowmesh.run.metrics import Metrics
+from rowmesh.run.resolve import validate
+from rowmesh.run.run_folder import RunFolder
 
 AIM = 0.01
 GRID = {"batch_size": (64, 512), "lr": (0.0003, 0.001), "table_lr": (0.01, 0.1)}

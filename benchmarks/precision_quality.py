@@ -20,7 +20,7 @@ from benchmarks.click_sets import Avazu, Criteo, RealRows, Synthetic, table_spec
 from benchmarks.click_training import Clicks, Point, train
 from benchmarks.command import Report
 from benchmarks.paired import Interval, relative_gaps
-from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 
 PLANTED = Synthetic(samples=60_000, held_out=20_000, rows=(2000, 500, 5000, 40, 300, 1000, 100, 3000), head=50)
 QUICK = Synthetic(samples=8000, held_out=4000, rows=(500, 40, 300), head=20)

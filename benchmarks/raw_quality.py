@@ -32,8 +32,8 @@ from benchmarks.click_sets import HELD_OUT, Avazu, Criteo
 from benchmarks.command import Report
 from benchmarks.paired import Interval
 from rowmesh.data import Schema, prepare
-from rowmesh.train.commands import run_training
-from rowmesh.train.resolve import resolve
+from rowmesh.run.commands import run_training
+from rowmesh.run.resolve import resolve
 
 BATCH_SIZE, MIN_COUNT, TUNING_SEEDS = 64, 2, 2
 BASE = "prepared, dense"

@@ -27,11 +27,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from benchmarks.command import Report
+from rowmesh._support.files.manifest import Manifest
 from rowmesh.data import Prepared, ReorderOptions, Schema, reorder
 from rowmesh.data.prepared import PREPARED, Split, Table, arrow_schema, counts_path, vocabulary_path, write_vocabulary
 from rowmesh.data.reorder.groups import count_prefixes
 from rowmesh.data.writer import SplitWriter
-from rowmesh.files.manifest import Manifest
 
 COMMUNITY_IDS = 300
 BLOCK = 16_384

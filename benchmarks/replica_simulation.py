@@ -21,10 +21,10 @@ from rowmesh.data import Batch
 from rowmesh.mesh.synchronization import Mode
 from rowmesh.models import DLRM
 from rowmesh.ops.initialize.reference import values as initial_values
-from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.run.metrics import Predictions
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
-from rowmesh.train.metrics import Predictions
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 
 DIM = 8
 

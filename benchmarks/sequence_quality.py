@@ -30,12 +30,12 @@ from benchmarks.plain_sasrec import PlainSASRec
 from rowmesh.data.events import EventSchema, SequenceLoader, Sequences, prepare_events
 from rowmesh.data.events.batch import SequenceBatch
 from rowmesh.data.events.sequences import SplitName
-from rowmesh.linear_layers import fast_linear
 from rowmesh.mesh import Mesh
+from rowmesh.models.linear_layers import fast_linear
 from rowmesh.models.sequence import KINDS, Kind, SequenceEncoder
 from rowmesh.models.sequence.losses import full_softmax, score_shape
-from rowmesh.train.sequence.ranking import Seen, Standings, rank_targets
-from rowmesh.train.sequence.ranking_metrics import Mean, RankingMetrics
+from rowmesh.run.sequence.ranking import Seen, Standings, rank_targets
+from rowmesh.run.sequence.ranking_metrics import Mean, RankingMetrics
 
 DIM, BLOCKS, HEADS = 64, 2, 2
 PLAIN = "plain_sasrec"

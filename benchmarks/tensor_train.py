@@ -40,8 +40,8 @@ from benchmarks.command import Report
 from benchmarks.measure import summarize
 from benchmarks.peers.tensor_train import has_tensorly, make
 from benchmarks.workload import Zipf
-from rowmesh.optim import SGD
 from rowmesh.tables.tensor_train import factor_dim, factor_rows
+from rowmesh.tables.update_rules import SGD
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 
 ROW_FACTORS = {1_000_000: [100, 100, 100], 10_000_000: [200, 250, 200]}  # those of the peers' own benchmark

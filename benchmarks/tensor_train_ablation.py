@@ -19,8 +19,8 @@ from benchmarks.measure import summarize
 from rowmesh.ops.pool.one_feature import Bags
 from rowmesh.ops.prefixes import HostPrefixes, Workspace
 from rowmesh.ops.tensor_train import Lookup
-from rowmesh.optim import SGD
 from rowmesh.tables import TensorTrainShape
+from rowmesh.tables.update_rules import SGD
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 from rowmesh.tensor_train.bags import bags_of
 

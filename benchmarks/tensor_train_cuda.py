@@ -25,8 +25,8 @@ from benchmarks.command import Report
 from benchmarks.measure import summarize
 from benchmarks.peers.tensor_train import make
 from rowmesh.ops.tensor_train import reference
-from rowmesh.optim import SGD
 from rowmesh.tables.tensor_train import factor_dim
+from rowmesh.tables.update_rules import SGD
 
 LR = 0.01
 DEFAULTS: dict[str, Any] = {"rank": [16, 32, 64, 128], "batch": [4096, 65536], "steps": 20, "warmup": 5}

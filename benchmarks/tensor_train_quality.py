@@ -31,8 +31,8 @@ from benchmarks.command import Report
 from benchmarks.paired import Interval
 from benchmarks.tensor_train_footprint import MIN_ROWS, Footprint, sizes
 from rowmesh.data import Prepared
-from rowmesh.optim import AdaGrad
 from rowmesh.tables import TableSpec, TensorTrain
+from rowmesh.tables.update_rules import AdaGrad
 
 LARGE_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the rate of the other tables
 RANKS = (128, 64)  # of the whole tables; the paper's on V100 and on T4

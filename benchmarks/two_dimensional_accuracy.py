@@ -35,7 +35,7 @@ from benchmarks.replica_simulation import DIM, Network, ReplicatedTables, normal
 from benchmarks.workload import Workload
 from rowmesh.data import Batch, Prepared
 from rowmesh.mesh.synchronization import Mode
-from rowmesh.optim import RowWiseAdaGrad
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 
 LRS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 DENSE_LRS = (0.0005, 0.001, 0.002, 0.004)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
-from rowmesh.train.metrics import Predictions
+from rowmesh.run.metrics import Predictions
 
 NUM_DENSE = 4
 RULE = AdaGrad(lr=0.1)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, RowWiseAdaGrad, SparseBatch, TableSpec
 from rowmesh.models import DLRM
-from rowmesh.train.metrics import Predictions
+from rowmesh.run.metrics import Predictions
 
 ROWS = {"user": 2000, "item": 500, "shop": 50}
 NUM_DENSE, DIM = 4, 16

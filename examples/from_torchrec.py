@@ -28,7 +28,7 @@ from rowmesh.data import Batch
 
 # TorchRec: from torchrec.models.dlrm import DLRM, DLRMTrain
 from rowmesh.models import DLRM
-from rowmesh.train.metrics import Predictions
+from rowmesh.run.metrics import Predictions
 
 ROWS = {"user": 2000, "item": 500, "shop": 50}
 NUM_DENSE, DIM = 4, 16

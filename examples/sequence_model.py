@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, JaggedRows, Mesh, SparseBatch, TableSpec
-from rowmesh.train.metrics import Predictions
+from rowmesh.run.metrics import Predictions
 
 NUM_ITEMS, MAX_LENGTH, DIM = 300, 12, 16
 TABLES = [

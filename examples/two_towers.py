@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Embeddings, Mesh, SparseBatch, TableSpec
-from rowmesh.train.metrics import Predictions
+from rowmesh.run.metrics import Predictions
 
 NUM_USERS, NUM_ITEMS, NUM_TASTES, HISTORY, DIM = 2000, 400, 10, 5, 16
 RULE = AdaGrad(lr=0.1)

@@ -8,45 +8,49 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rowmesh.averaged_rows import AveragedRows
-    from rowmesh.collection import EmbeddingCollection
-    from rowmesh.embeddings import Embeddings, JaggedRows
+    from rowmesh.checkpoint.periodic import Checkpoints
+    from rowmesh.checkpoint.saving import Saving, async_save, load, save
+    from rowmesh.checkpoint.sharded_state import ShardedState
+    from rowmesh.collection.averaged_rows import AveragedRows
+    from rowmesh.collection.joint_optimizer import JointOptimizer
+    from rowmesh.collection.module import EmbeddingCollection
+    from rowmesh.collection.optimizer import EmbeddingOptimizer
+    from rowmesh.collection.outputs import Embeddings, JaggedRows
     from rowmesh.errors import RowmeshError
-    from rowmesh.linear_layers import FastLinear, fast_linear
     from rowmesh.mesh import Mesh
     from rowmesh.mesh.synchronization import Synchronization
     from rowmesh.models import DotInteraction
-    from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
-    from rowmesh.periodic import Checkpoints
+    from rowmesh.models.linear_layers import FastLinear, fast_linear
     from rowmesh.pipeline import Pipeline
     from rowmesh.placement import Plan
-    from rowmesh.saving import Saving, async_save, load, save
-    from rowmesh.sharded_state import ShardedState
+    from rowmesh.run.trained_model import load_run
     from rowmesh.sparse import PositionWeights, SparseBatch
     from rowmesh.tables import Constant, Normal, TableSpec, TensorTrain, Tiers, Uniform
+    from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
     from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
-    from rowmesh.train.trained_model import load_run
 
 # Imported at first use: `rowmesh --help` must not wait for torch.
 _EXPORTS = {
-    "rowmesh.averaged_rows": ("AveragedRows",),
-    "rowmesh.collection": ("EmbeddingCollection",),
-    "rowmesh.embeddings": ("Embeddings", "JaggedRows"),
+    "rowmesh.collection.averaged_rows": ("AveragedRows",),
+    "rowmesh.collection.module": ("EmbeddingCollection",),
+    "rowmesh.collection.outputs": ("Embeddings", "JaggedRows"),
     "rowmesh.mesh.synchronization": ("Synchronization",),
     "rowmesh.errors": ("RowmeshError",),
-    "rowmesh.linear_layers": ("FastLinear", "fast_linear"),
+    "rowmesh.models.linear_layers": ("FastLinear", "fast_linear"),
     "rowmesh.mesh": ("Mesh",),
     "rowmesh.models": ("DotInteraction",),
-    "rowmesh.optim": ("SGD", "AdaGrad", "Adam", "EmbeddingOptimizer", "JointOptimizer", "RowWiseAdaGrad"),
+    "rowmesh.collection.joint_optimizer": ("JointOptimizer",),
+    "rowmesh.collection.optimizer": ("EmbeddingOptimizer",),
+    "rowmesh.tables.update_rules": ("SGD", "AdaGrad", "Adam", "RowWiseAdaGrad"),
     "rowmesh.pipeline": ("Pipeline",),
     "rowmesh.placement": ("Plan",),
-    "rowmesh.periodic": ("Checkpoints",),
-    "rowmesh.saving": ("Saving", "async_save", "load", "save"),
-    "rowmesh.sharded_state": ("ShardedState",),
+    "rowmesh.checkpoint.periodic": ("Checkpoints",),
+    "rowmesh.checkpoint.saving": ("Saving", "async_save", "load", "save"),
+    "rowmesh.checkpoint.sharded_state": ("ShardedState",),
     "rowmesh.sparse": ("PositionWeights", "SparseBatch"),
     "rowmesh.tables": ("Constant", "Normal", "TableSpec", "TensorTrain", "Tiers", "Uniform"),
     "rowmesh.tensor_train": ("TensorTrainEmbeddingBag", "TensorTrainOptimizer"),
-    "rowmesh.train.trained_model": ("load_run",),
+    "rowmesh.run.trained_model": ("load_run",),
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 

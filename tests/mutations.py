@@ -47,9 +47,9 @@ class Mutation:
     tests: str
 
 
-PLAIN = "tests/test_collection.py tests/test_equivalence.py"
+PLAIN = "tests/collection/test_collection.py tests/collection/test_equivalence.py"
 PLANS = "tests/test_plans.py"
-RANKS = "tests/exchange tests/test_collection.py"
+RANKS = "tests/exchange tests/collection/test_collection.py"
 REPLICAS = "tests/test_two_dimensional.py"
 PIPELINE = "tests/pipeline/test_pipeline.py tests/pipeline/test_mistakes.py tests/ops/test_window.py"
 TIERS = "tests/tables tests/pipeline/test_tiers.py"
@@ -58,7 +58,7 @@ DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.
 
 GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/merging.py"
 WINDOW, EXCHANGE = "rowmesh/ops/window/cpu.py", "rowmesh/exchange"
-DYNAMIC, CHECKPOINT, SEQUENCE = "rowmesh/dynamic", "rowmesh/checkpoint", "rowmesh/train/sequence"
+DYNAMIC, CHECKPOINT, SEQUENCE = "rowmesh/dynamic", "rowmesh/checkpoint", "rowmesh/run/sequence"
 PUBLISHER = "rowmesh/publish/publisher.py"
 
 MUTATIONS = [
@@ -135,7 +135,7 @@ MUTATIONS = [
     ),
     Mutation(
         "steps: gradients of a step that no rank takes are forgotten",
-        "rowmesh/engine.py",
+        "rowmesh/collection/engine.py",
         "            self._withdraw()\n        return refusal\n",
         "            self._withdraw()\n            self.pending.clear()\n        return refusal\n",
         "tests/faults/test_steps.py",
@@ -279,28 +279,28 @@ MUTATIONS = [
         f"{DYNAMIC}/expiry.py",
         "past = max(past, step - rules.ttl_steps)",
         "past = max(past, step - rules.ttl_steps - 1)",
-        "tests/dynamic/test_shards.py",
+        "tests/tables/dynamic/test_shards.py",
     ),
     Mutation(
         "dynamic: windows of counts begin a step late",
         f"{DYNAMIC}/shards.py",
         "window = step // self.rules.window_steps if",
         "window = max(step - 1, 0) // self.rules.window_steps if",
-        "tests/dynamic/test_shards.py",
+        "tests/tables/dynamic/test_shards.py",
     ),
     Mutation(
         "dynamic: what is taken back stays counted",
         f"{DYNAMIC}/shards.py",
         "            before.uncount()\n",
         "            pass\n",
-        "tests/dynamic/test_undo.py",
+        "tests/exchange/resolve/test_undo.py",
     ),
     Mutation(
         "dynamic: a record that was not written yet is not found",
         f"{DYNAMIC}/demoted.py",
         "        for change in reversed(changes):\n",
         "        for change in ():\n",
-        "tests/dynamic/test_demoted.py tests/dynamic/test_demoted_stores.py",
+        "tests/tables/dynamic/test_demoted.py tests/tables/dynamic/test_demoted_stores.py",
     ),
     Mutation(
         "checkpoint: older rows are put over newer ones",
@@ -342,21 +342,21 @@ MUTATIONS = [
         f"{SEQUENCE}/evaluation.py",
         "spans(data.offsets[:-1][users], data.targets(split)[users])",
         "spans(np.maximum(data.offsets[:-1], data.targets(split) - 50)[users], data.targets(split)[users])",
-        "tests/train/sequence/test_evaluation.py",
+        "tests/run/sequence/test_evaluation.py",
     ),
     Mutation(
         "sequences: every epoch has the same negatives",
         f"{SEQUENCE}/batches.py",
         "drawn = self._scored.ids(events, number, number // self.num_batches)",
         "drawn = self._scored.ids(events, number, 0)",
-        "tests/train/sequence/test_batches.py",
+        "tests/run/sequence/test_batches.py",
     ),
     Mutation(
         "sequences: every position of a user has the same negatives",
         f"{SEQUENCE}/batches.py",
         "places = _places(events.offsets.numpy()).astype(np.uint64)",
         "places = _places(events.offsets.numpy()).astype(np.uint64) * np.uint64(0)",
-        "tests/train/sequence/test_batches.py",
+        "tests/run/sequence/test_batches.py",
     ),
 ]
 

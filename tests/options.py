@@ -30,16 +30,16 @@ import torch
 
 from rowmesh.errors import PeerError, RowmeshError
 from rowmesh.mesh import Mesh
-from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan
 from rowmesh.tables import Dynamic, TableSpec, TensorTrain, Tiers, Uniform
+from rowmesh.tables.update_rules import RowWiseAdaGrad
+from tests.collection.test_equivalence import assert_close
 from tests.durability import write
 from tests.support.plans import RULES, make_plan
 from tests.support.ranks import RankPool
 from tests.support.scenario import Scenario
 from tests.support.tables import OPTIMIZERS, table
 from tests.support.training import Trained, merged, train, train_reference
-from tests.test_equivalence import assert_close
 
 NUM_STEPS, TIMEOUT_S = 5, 90.0
 BATCH_SIZES = {1: (7,), 2: (4, 3), 3: (3, 0, 4), 4: (2, 3, 1, 2)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rowmesh.train.resolve import resolve
+from rowmesh.run.resolve import resolve
 from tests.support.commands import run_on
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "demo.py"

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from rowmesh import checkpoint
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.mesh import Mesh, devices
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.devices import assert_same_counts, batch, push_on_some, two_tables
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import train
 from tests.support.triton import kernels_of, refusing_waits
-from tests.test_equivalence import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh.tables import Tiers
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.jobs import placed
 from tests.support.scenario import Scenario
 from tests.support.tables import OPTIMIZERS, table
 from tests.support.training import train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close, assert_same_bits
 from tests.test_tensor_train_tables import cored
 
 NUM_GPUS = torch.cuda.device_count()

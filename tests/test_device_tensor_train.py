@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh import checkpoint
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.mesh import Mesh
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.devices import assert_same_counts
 from tests.support.scenario import Scenario
 from tests.support.tables import table
 from tests.support.training import merged, train
 from tests.support.triton import kernels_of, refusing_waits
-from tests.test_equivalence import assert_close, assert_same_bits
 from tests.test_tensor_train_tables import MORE_SHAPES, cored, scenarios
 
 pytestmark = pytest.mark.triton

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from rowmesh import checkpoint
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.errors import ConfigurationError, IdRangeError, NoRoomError
 from rowmesh.mesh import Mesh
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec, Tiers
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.devices import assert_same_counts
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped

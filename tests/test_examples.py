@@ -18,7 +18,7 @@ import rowmesh.placement
 from rowmesh import SparseBatch
 from rowmesh.mesh import Mesh
 from rowmesh.models import DLRM
-from rowmesh.train.metrics import Predictions
+from rowmesh.run.metrics import Predictions
 from tests.support.ranks import RankPool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

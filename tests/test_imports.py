@@ -130,7 +130,7 @@ def test_what_tables_do_not_need_is_not_imported():
         from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Pipeline
         print(*sys.modules)
         from rowmesh.models.layers import mlp
-        from rowmesh.train.network_memory import without_memory
+        from rowmesh.run.network_memory import without_memory
         with without_memory():
             mlp([3, 2], relu_last=True)
         print(*sys.modules)

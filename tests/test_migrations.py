@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer
+from rowmesh._support.faults import arm
 from rowmesh.errors import ConfigurationError, RowmeshError
-from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape

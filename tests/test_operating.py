@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 from torch.distributed.run import get_args_parser
 
-from rowmesh.train.config import Config
+from rowmesh.run.config import Config
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "examples" / "cluster"

@@ -11,7 +11,7 @@ import torch
 import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec
 from rowmesh.checkpoint import read_manifest
-from rowmesh.embeddings import LocalRows
+from rowmesh.collection.outputs import LocalRows
 from rowmesh.mesh import Mesh
 from tests.support.ranks import RankPool
 

@@ -15,12 +15,12 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import TableShape
 from rowmesh.tables import Constant, Normal, TensorTrain
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
+from tests.collection.test_equivalence import assert_close, assert_same_bits, on_ranks
 from tests.support.scenario import Scenario
 from tests.support.tables import OPTIMIZERS as RULES
 from tests.support.tables import several
 from tests.support.training import merged, train, train_reference
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close, assert_same_bits, on_ranks
 
 
 def cored(name, num_rows, dim=3, rule="sgd", rank=None, **options):

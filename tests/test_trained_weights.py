@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Pipeline, PositionWeights, SparseBatch, TableSpec
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.tables import Tiers
+from tests.collection.test_equivalence import assert_close, check, on_ranks, scenarios
 from tests.support.plans import in_groups, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import Item, merged, train_reference
-from tests.test_equivalence import assert_close, check, on_ranks, scenarios
 from tests.test_tensor_train_tables import mixed
 
 TABLES = several("adagrad", torch.float64)

@@ -9,13 +9,13 @@ import torch
 
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Tiers
+from tests.collection.test_equivalence import assert_close
 from tests.support.devices import READ, train_on_device
 from tests.support.plans import with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import merged, train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close
 from tests.test_tensor_train_tables import cored
 
 pytestmark = pytest.mark.triton

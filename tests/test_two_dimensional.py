@@ -13,20 +13,20 @@ from hypothesis import given, settings
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch
 from rowmesh.checkpoint import load, save
+from rowmesh.collection.state_form import in_form
 from rowmesh.errors import ConfigurationError, PeerError
 from rowmesh.mesh.grid import Grid, valid_replicas
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.placement import Plan, TableShape
-from rowmesh.state_form import in_form
 from rowmesh.tables import Constant, TableSpec
+from rowmesh.tables.update_rules import RowWiseAdaGrad
+from tests.collection.test_equivalence import assert_close
 from tests.support.algorithm_1 import train_algorithm_1
 from tests.support.jobs import random_jobs
 from tests.support.plans import RULES, make_plan
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import merged, train
-from tests.test_equivalence import assert_close
 from tests.test_plans import assert_equal
 
 TRANSPORTS = ["one_sided", "collective"]

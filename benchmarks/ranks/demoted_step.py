@@ -16,8 +16,8 @@ from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, Zipf
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, fast_linear
 from rowmesh.models import DLRM
 from rowmesh.pipeline import Pipeline
+from rowmesh.run.gradients import SharedGradients
 from rowmesh.tables import Dynamic
-from rowmesh.train.gradients import SharedGradients
 
 _FILL = 100  # steps, at least, in which all ids are made known: a batch must fit into the shards
 

@@ -14,21 +14,21 @@ from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import dynamic_specs, output_gradient, serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
-from rowmesh.dynamic.asking import RequestRouter
-from rowmesh.dynamic.owned import OwnedTable
-from rowmesh.dynamic.owners import Owners
-from rowmesh.dynamic.resolver import Resolver
-from rowmesh.engine import Engine
+from rowmesh.collection.engine import Engine
+from rowmesh.collection.pooling import Pooling
 from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.one_sided import OneSidedTransport
+from rowmesh.exchange.resolve.asking import RequestRouter
+from rowmesh.exchange.resolve.owners import Owners
+from rowmesh.exchange.resolve.resolver import Resolver
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.look_up import HostLookUp, HostLookUps
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.placement import Plan
-from rowmesh.pooling import Pooling
+from rowmesh.tables.dynamic.owned import OwnedTable
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
 PHASES = [

@@ -14,11 +14,11 @@ from benchmarks.ranks.setup import serve, sparse_batch, table_specs
 from benchmarks.tower import Tower
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
-from rowmesh.observe.memory import resident_bytes
+from rowmesh._support.memory import resident_bytes
 from rowmesh.pipeline import BatchInFlight, Part, Pipeline
+from rowmesh.run.gradients import SharedGradients
 from rowmesh.sparse import take
 from rowmesh.tables import Tiers
-from rowmesh.train.gradients import SharedGradients
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh
 from rowmesh.data import Prepared
 from rowmesh.mesh.synchronization import Mode, Synchronization
 from rowmesh.models import DLRM
-from rowmesh.optim import RowWiseAdaGrad
-from rowmesh.train.gradients import SharedGradients
-from rowmesh.train.metrics import Predictions
+from rowmesh.run.gradients import SharedGradients
+from rowmesh.run.metrics import Predictions
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 
 
 class Commands:

@@ -16,19 +16,19 @@ from torch import Tensor
 from benchmarks.ranks.setup import serve
 from benchmarks.workload import Workload
 from rowmesh import Adam, EmbeddingCollection, EmbeddingOptimizer, Mesh, Pipeline, SparseBatch, TableSpec
+from rowmesh.collection.outputs import Embeddings
 from rowmesh.data.events import SequenceLoader, Sequences
 from rowmesh.data.events.batch import SequenceBatch, spans
 from rowmesh.data.events.sequences import SplitName
-from rowmesh.embeddings import Embeddings
 from rowmesh.exchange.transports import TransportName
 from rowmesh.models.sequence import SequenceEncoder
 from rowmesh.models.sequence.losses import cosine, sampled_softmax
+from rowmesh.run.gradients import SharedGradients
+from rowmesh.run.sequence.exchange import Rows, total
+from rowmesh.run.sequence.ranking import Seen, rank_targets
+from rowmesh.run.sequence.ranking_metrics import RankingMetrics
+from rowmesh.run.sequence.sharded_softmax import item_range
 from rowmesh.tables import Normal
-from rowmesh.train.gradients import SharedGradients
-from rowmesh.train.sequence.exchange import Rows, total
-from rowmesh.train.sequence.ranking import Seen, rank_targets
-from rowmesh.train.sequence.ranking_metrics import RankingMetrics
-from rowmesh.train.sequence.sharded_softmax import item_range
 
 FEATURES = ("clicked", "following", "negative")
 TEMPERATURE = 0.05

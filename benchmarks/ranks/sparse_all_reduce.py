@@ -18,8 +18,8 @@ from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import Route
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import kernel
-from rowmesh.optim.rules import Rate, Update
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.tables.update_rules import Rate, Update
 
 Touched = tuple[np.ndarray, np.ndarray]  # rows int64 [n], distinct, and their gradients float32 [n, D]
 

@@ -13,11 +13,11 @@ from benchmarks import rank as rank_side
 from benchmarks.ranks.setup import serve, sparse_batch, table_specs
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, fast_linear
+from rowmesh._support.memory import resident_bytes
 from rowmesh.models import DLRM
-from rowmesh.observe.memory import resident_bytes
 from rowmesh.ops.linear import ALL, linear
-from rowmesh.train.gradients import SharedGradients
-from rowmesh.train.precision import Precision, computing_in
+from rowmesh.run.gradients import SharedGradients
+from rowmesh.run.precision import Precision, computing_in
 
 PRODUCT, ROUNDS = (512, 512), 20
 """A layer whose product runs as fast as any, and how often it is timed for the floor."""

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rowmesh._support.worker import Worker
 from rowmesh.checkpoint.room import Copies
 from rowmesh.errors import RowmeshError
-from rowmesh.worker import Worker
 
 
 class Shard(Protocol):

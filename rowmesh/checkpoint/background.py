@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from rowmesh._support.files.advice import as_refusal
+from rowmesh._support.worker import Worker
 from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.snapshot import Changed, Snapshot, Source
 from rowmesh.checkpoint.write import Increment, save
-from rowmesh.files.advice import as_refusal
 from rowmesh.mesh.peers import Peers
-from rowmesh.worker import Worker
 
 if TYPE_CHECKING:
     from rowmesh.checkpoint.write import RowHolder

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rowmesh._support.files.regular import read_regular
 from rowmesh.checkpoint.files import SavedArray, SavedFiles, cannot_read
 from rowmesh.checkpoint.manifest import MANIFEST, ROWS, Manifest, Part, TableEntry, as_numpy, row_dtype, step_name
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, UnreadableError
-from rowmesh.files.regular import read_regular
 from rowmesh.ops.ranges import intersect
 
 CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy

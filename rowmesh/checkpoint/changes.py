@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.snapshot import Changed, Source
-from rowmesh.dynamic.records import KnownBefore
 from rowmesh.errors import StoreError
+from rowmesh.tables.dynamic.records import KnownBefore
 
 if TYPE_CHECKING:
     from rowmesh.tables import RowStore

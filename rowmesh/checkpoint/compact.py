@@ -18,8 +18,8 @@ from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import NUMBERS, saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, TableEntry
 from rowmesh.checkpoint.write import RowHolder, save
-from rowmesh.dynamic import demoted_records as demoted
-from rowmesh.dynamic.records import REMOVED
+from rowmesh.tables.dynamic import demoted_records as demoted
+from rowmesh.tables.dynamic.records import REMOVED
 
 SHARD_BYTES = 64 << 20
 """Of rows that are in memory at once."""

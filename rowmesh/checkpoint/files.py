@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rowmesh._support.files.advice import as_refusal
+from rowmesh._support.files.regular import open_regular
+from rowmesh._support.files.verified import VerifiedFile
 from rowmesh.checkpoint.manifest import DENSE, Manifest, as_numpy
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, DamagedFileError, UnreadableError
-from rowmesh.files.advice import as_refusal
-from rowmesh.files.regular import open_regular
-from rowmesh.files.verified import VerifiedFile
 
 ADVICE = "restore the file from a copy, or train again; --no-verify (verify=False) reads it as it is"
 UNVERIFIABLE = "has no checksums, since an earlier version wrote it: what is read of it is not verified"

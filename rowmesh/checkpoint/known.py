@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rowmesh.checkpoint.files import SavedArray, SavedFiles
 from rowmesh.checkpoint.manifest import KnownEntry, KnownPart, TableEntry
-from rowmesh.dynamic import demoted_records as demoted
-from rowmesh.dynamic.records import NOW, OF_CANDIDATES, OF_IDS, REMOVED, SIZES, SKETCH, TIMES
-from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import DamagedCheckpointError
+from rowmesh.tables.dynamic import demoted_records as demoted
+from rowmesh.tables.dynamic.records import NOW, OF_CANDIDATES, OF_IDS, REMOVED, SIZES, SKETCH, TIMES
+from rowmesh.tables.dynamic.saved_shards import SavedShards
 
 _OF_DEMOTED = (demoted.SIZES, demoted.IDS, demoted.FACTS, demoted.REMOVED)
 NUMBERS = (SIZES, SKETCH, NOW, REMOVED, TIMES, *OF_IDS, *OF_CANDIDATES, *_OF_DEMOTED)

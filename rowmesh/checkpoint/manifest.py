@@ -52,10 +52,10 @@ import torch
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
+from rowmesh._support.files.checksums import Checksums
+from rowmesh._support.files.manifest import OWN_SUM, own_sum
+from rowmesh._support.files.names import file_stem
 from rowmesh.errors import CheckpointError, DamagedCheckpointError
-from rowmesh.files.checksums import Checksums
-from rowmesh.files.manifest import OWN_SUM, own_sum
-from rowmesh.files.names import file_stem
 
 FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT, DEMOTED_INCREMENT_FORMAT = 1, 2, 3, 4, 5
 """Of full ones, of increments, of both where there are dynamic tables, and of increments where these demote ids."""

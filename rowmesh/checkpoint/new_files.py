@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from rowmesh._support.faults import reach
+from rowmesh._support.files.atomic import naming
+from rowmesh._support.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter, Writable
+from rowmesh._support.files.direct import direct_file
 from rowmesh.checkpoint.manifest import as_numpy
-from rowmesh.faults import reach
-from rowmesh.files.atomic import naming
-from rowmesh.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter, Writable
-from rowmesh.files.direct import direct_file
 
 WRITTEN_ROWS = 1 << 16  # at once, 16 MiB of 64 numbers: the disk begins with them while the next are prepared
 
@@ -37,7 +37,7 @@ class NewFiles:
 
     Args:
         folder: where.
-        passes_cache: whether large ones are to; see `rowmesh.files.direct`.
+        passes_cache: whether large ones are to; see `rowmesh._support.files.direct`.
 
     Attributes:
         checksums: of what is written, by name.

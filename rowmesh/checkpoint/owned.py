@@ -13,9 +13,9 @@ import re
 import shutil
 from pathlib import Path
 
+from rowmesh._support.files.atomic import remove_partial_files, sync_folder
 from rowmesh.checkpoint.manifest import DENSE, FOLDER_PATTERN, MANIFEST
 from rowmesh.errors import CheckpointError
-from rowmesh.files.atomic import remove_partial_files, sync_folder
 
 BEST = "best"
 """In the checkpoint of a run, the best model by then."""

@@ -14,10 +14,10 @@ from rowmesh.checkpoint.files import UNVERIFIABLE, SavedFiles
 from rowmesh.checkpoint.known import saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_numpy, dtype_name
 from rowmesh.checkpoint.write import Cores, LocalRows, Records, RowHolder
-from rowmesh.dynamic.known import no_state
-from rowmesh.dynamic.layout import rules_of
-from rowmesh.dynamic.records import facts_of
 from rowmesh.errors import CheckpointError
+from rowmesh.exchange.resolve.known import no_state
+from rowmesh.tables.dynamic.layout import rules_of
+from rowmesh.tables.dynamic.records import facts_of
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec

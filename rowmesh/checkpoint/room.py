@@ -12,7 +12,7 @@ import threading
 import torch
 from torch import Tensor
 
-from rowmesh.observe.memory import available_bytes
+from rowmesh._support.memory import available_bytes
 from rowmesh.ops.memory import Buffer, populate
 
 SLAB_BYTES = 16 << 20

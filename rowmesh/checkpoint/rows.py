@@ -16,10 +16,10 @@ from rowmesh.checkpoint.chain import Link, SavedTable, read_chain
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import saved_shards
 from rowmesh.checkpoint.manifest import Manifest, as_numpy
-from rowmesh.dynamic import demoted_records as demoted
 from rowmesh.errors import CheckpointError
 from rowmesh.ops.prefixes import Workspace, sort_ids
 from rowmesh.ops.tensor_train import Lookup
+from rowmesh.tables.dynamic import demoted_records as demoted
 from rowmesh.tables.tensor_train import TensorTrainShape
 
 DEMOTED_VALUES = f"{demoted.PREFIX}values"

@@ -16,13 +16,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from rowmesh._support.faults import reach
+from rowmesh._support.files.lock import exclusive
 from rowmesh.checkpoint.chain import read_chain, read_manifest
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.manifest import MANIFEST, step_name
 from rowmesh.checkpoint.owned import BEST, is_whole, remove
 from rowmesh.errors import CheckpointError
-from rowmesh.faults import reach
-from rowmesh.files.lock import exclusive
 
 STEP_PATTERN = r"step-(\d{9,})"
 CLAIM_PATTERN = STEP_PATTERN + r"\.survivors-of-\d+"

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from rowmesh._support.faults import reach
 from rowmesh.checkpoint.ahead import ReadAhead
 from rowmesh.checkpoint.room import SLABS_AHEAD, Room
 from rowmesh.checkpoint.store_snapshot import VALUES, StoreSnapshot
-from rowmesh.dynamic.demoted_records import DemotedRecords, DemotedRows
-from rowmesh.dynamic.records import KnownBefore, KnownCopy, Records
-from rowmesh.faults import reach
+from rowmesh.tables.dynamic.demoted_records import DemotedRecords, DemotedRows
+from rowmesh.tables.dynamic.records import KnownBefore, KnownCopy, Records
 
 if TYPE_CHECKING:
     from rowmesh.tables import RowStore, TableSpec

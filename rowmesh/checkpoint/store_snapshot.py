@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rowmesh._support.faults import reach
+from rowmesh._support.memory import available_bytes
 from rowmesh.checkpoint.room import BLOCK_BYTES, Room
 from rowmesh.errors import RowmeshError
-from rowmesh.faults import reach
-from rowmesh.observe.memory import available_bytes
 from rowmesh.ops.memory import laid_out, laid_out_bytes, take
 from rowmesh.ops.pre_images import Block, DevicePreImages, PreImages, claim, copy_all, settle
 

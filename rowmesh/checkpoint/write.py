@@ -16,6 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rowmesh._support.faults import reach
+from rowmesh._support.files.advice import advice, as_refusal, may_pass
+from rowmesh._support.files.atomic import sync_folder, write_text
+from rowmesh._support.files.checksums import Checksums, Writable
 from rowmesh.checkpoint.manifest import (
     DEMOTED_INCREMENT_FORMAT,
     DENSE,
@@ -41,17 +45,13 @@ from rowmesh.checkpoint.manifest import (
 )
 from rowmesh.checkpoint.new_files import NewFiles, Piece, write_whole
 from rowmesh.checkpoint.owned import check_free, remove_files
-from rowmesh.dynamic.demoted_records import IDS as DEMOTED_IDS
-from rowmesh.dynamic.demoted_records import PREFIX
-from rowmesh.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
-from rowmesh.dynamic.records import REMOVED, facts_of
-from rowmesh.dynamic.saved_shards import SavedShards
 from rowmesh.errors import CheckpointError, CheckpointWriteError
-from rowmesh.faults import reach
-from rowmesh.files.advice import advice, as_refusal, may_pass
-from rowmesh.files.atomic import sync_folder, write_text
-from rowmesh.files.checksums import Checksums, Writable
 from rowmesh.mesh.peers import Peers
+from rowmesh.tables.dynamic.demoted_records import IDS as DEMOTED_IDS
+from rowmesh.tables.dynamic.demoted_records import PREFIX
+from rowmesh.tables.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
+from rowmesh.tables.dynamic.records import REMOVED, facts_of
+from rowmesh.tables.dynamic.saved_shards import SavedShards
 
 if TYPE_CHECKING:
     from rowmesh.tables import TableSpec
@@ -78,7 +78,7 @@ class Cores(Protocol):
 
 
 class Records(Protocol):
-    """What a dynamic table knows on this rank: see `rowmesh.dynamic.records`."""
+    """What a dynamic table knows on this rank: see `rowmesh.tables.dynamic.records`."""
 
     @property
     def shards(self) -> range: ...

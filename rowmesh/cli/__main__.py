@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Any
 import cyclopts
 
 import rowmesh
+from rowmesh._support.faults import reach
+from rowmesh._support.files.advice import described
+from rowmesh._support.files.places import local_path
+from rowmesh._support.files.printable import PrintableFormatter, printable, say
+from rowmesh._support.files.secrets import masked
 from rowmesh.cli.doctor import doctor
 from rowmesh.cli.env import env
 from rowmesh.cli.evaluate import evaluate
@@ -29,11 +34,6 @@ from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train, with_resume
 from rowmesh.cli.waiting import wait_passively
 from rowmesh.errors import RowmeshError, Terminated
-from rowmesh.faults import reach
-from rowmesh.files.advice import described
-from rowmesh.files.places import local_path
-from rowmesh.files.printable import PrintableFormatter, printable, say
-from rowmesh.files.secrets import masked
 
 FAILED, INTERRUPTED = 2, 130
 MIN_COLUMNS = 20

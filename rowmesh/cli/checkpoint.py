@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
-from rowmesh.files.printable import say
+from rowmesh._support.files.printable import say
 
 if TYPE_CHECKING:
     from rowmesh.checkpoint import Manifest
@@ -135,7 +135,7 @@ def _checkpoints(run: Path) -> list[Path]:
     from rowmesh.checkpoint.manifest import MANIFEST
     from rowmesh.checkpoint.series import STEP_PATTERN, Series
     from rowmesh.errors import RowmeshError
-    from rowmesh.train.checkpoints import places_of
+    from rowmesh.run.checkpoints import places_of
 
     if re.fullmatch(STEP_PATTERN, run.absolute().name) and (run / MANIFEST).exists():
         return [run]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from rowmesh._support.suggest import hint
 from rowmesh.data.events import EventSchema, find_event_schema, prepare_events
 from rowmesh.data.events.planted import PlantedEvents, drawn_request
 from rowmesh.data.events.planted import synthesize_events as synthesize_drawn
@@ -25,7 +26,7 @@ from rowmesh.data.splits import Splitter
 from rowmesh.data.synthetic import DRAWN
 from rowmesh.data.synthetic import synthesize as synthesize_data
 from rowmesh.errors import ConfigurationError
-from rowmesh.observe import PartsProgress
+from rowmesh.observe.progress import PartsProgress
 from rowmesh.report.data_text import (
     is_current,
     print_best_ranking,
@@ -34,7 +35,6 @@ from rowmesh.report.data_text import (
     print_reordered,
     print_sequences,
 )
-from rowmesh.suggest import hint
 
 DEFAULTS = PlantedConfig()
 EVENTS = PlantedEvents()

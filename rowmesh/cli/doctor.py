@@ -23,11 +23,11 @@ def doctor(*, ranks: int = 1, json: Annotated[bool, Parameter(negative="")] = Fa
     json
         Print JSON: all facts, times and findings.
     """
+    from rowmesh._support.files.printable import say
     from rowmesh.doctor.advice import findings
     from rowmesh.doctor.facts import read_facts
     from rowmesh.doctor.step import Failed, run_step
     from rowmesh.doctor.text import report_json, report_text
-    from rowmesh.files.printable import say
 
     if ranks < 1:
         raise ConfigurationError(f"--ranks: {ranks} are none; give 1 or more")

@@ -16,9 +16,9 @@ def env(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
     json
         Print JSON.
     """
+    from rowmesh._support.files.printable import say
     from rowmesh.cli.process import slow_lines
-    from rowmesh.files.printable import say
-    from rowmesh.observe import environment_report, environment_text
+    from rowmesh.observe.environment import environment_report, environment_text
 
     report = environment_report()
     if json:

@@ -40,7 +40,7 @@ def evaluate(
     """
     from rowmesh.cli.process import prepare_process
     from rowmesh.cli.report import write_page
-    from rowmesh.train.commands import run_evaluation
+    from rowmesh.run.commands import run_evaluation
 
     prepare_process()
     run_evaluation(

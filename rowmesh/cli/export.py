@@ -43,7 +43,7 @@ def export(
     from rowmesh.observe.progress import PartsProgress
     from rowmesh.report.printing import show, table_of_numbers
     from rowmesh.report.printing import write as write_line
-    from rowmesh.train.export import export as write
+    from rowmesh.run.export import export as write
 
     console = Console()
     with PartsProgress(console) as progress:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rowmesh.faults import reach
+from rowmesh._support.faults import reach
 
 GRACE_S = 20.0
 """What a rank gets to clean up before it is killed; torchrun itself gives 30."""

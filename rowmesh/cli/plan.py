@@ -94,7 +94,7 @@ def plan(
     from rowmesh.cli.plan_command import Links, Outputs, PlanOptions, run_plan
     from rowmesh.cli.plan_replicas import Replication
     from rowmesh.cli.plan_tensor_train import parse_ranks
-    from rowmesh.train.resolve import resolve
+    from rowmesh.run.resolve import resolve
 
     outputs = Outputs(explain, out, report, topology_out, () if tensor_train is None else parse_ranks(tensor_train))
     outputs.check(overwrite=overwrite)

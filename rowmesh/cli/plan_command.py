@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from rowmesh._support.files.output import check_output
 from rowmesh.cli.plan_dynamic import dynamic_bytes, dynamic_costs, print_dynamic
 from rowmesh.cli.plan_replicas import Replication
 from rowmesh.cli.plan_tensor_train import cores_bytes
 from rowmesh.cli.plan_tensor_train import report as report_cores
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.transports import reader_for
-from rowmesh.files.output import check_output
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.placement.comparison import Comparison, compare
@@ -31,12 +31,12 @@ from rowmesh.report.plan_page import write_report
 from rowmesh.report.plan_text import Printer
 from rowmesh.report.replica_page import write_replica_report
 from rowmesh.report.replica_text import explain_replicas, print_replicas
+from rowmesh.run.config import Config
+from rowmesh.run.placement import INTER_OVER_INTRA, problem_of, request_of
+from rowmesh.run.table_data import TableData
+from rowmesh.run.tables import table_specs
+from rowmesh.run.tasks import open_data, task_of
 from rowmesh.tables import TableSpec
-from rowmesh.train.config import Config
-from rowmesh.train.placement import INTER_OVER_INTRA, problem_of, request_of
-from rowmesh.train.table_data import TableData
-from rowmesh.train.tables import table_specs
-from rowmesh.train.tasks import open_data, task_of
 
 
 @dataclass(frozen=True)

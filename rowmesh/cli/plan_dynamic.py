@@ -9,15 +9,15 @@ import numpy as np
 from rich.text import Text
 
 from rowmesh.data.profile import profile_prepared
-from rowmesh.dynamic.layout import num_kept, num_spare, rules_of, shards_of
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.cost import cost_of
 from rowmesh.placement.request import Request
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
 from rowmesh.report.plan_text import Printer
+from rowmesh.run.table_data import TableData
 from rowmesh.tables import TableSpec
-from rowmesh.train.table_data import TableData
+from rowmesh.tables.dynamic.layout import num_kept, num_spare, rules_of, shards_of
 
 RESOLVE_BYTES = 24
 """Of an id that a rank asks another for: the id with its count, and the frame in the answer."""

@@ -11,16 +11,16 @@ from rich.text import Text
 
 from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim import AdaGrad, UpdateRule
 from rowmesh.placement import TableShape
 from rowmesh.placement.text import bytes_text
 from rowmesh.report.plan_text import Printer
+from rowmesh.run.config import Config
+from rowmesh.run.table_config import TablesConfig
+from rowmesh.run.table_data import TableData
+from rowmesh.run.tables import table_specs, update_rule
 from rowmesh.tables import TableSpec, TensorTrain
+from rowmesh.tables.update_rules import AdaGrad, UpdateRule
 from rowmesh.tensor_train.cost import step_seconds
-from rowmesh.train.config import Config
-from rowmesh.train.table_config import TablesConfig
-from rowmesh.train.table_data import TableData
-from rowmesh.train.tables import table_specs, update_rule
 
 MIN_ROWS = 100_000  # of tables that are looked at, where the configuration says nothing
 

@@ -61,7 +61,7 @@ def predict(
     from rowmesh.observe.progress import PartsProgress
     from rowmesh.report.printing import show, table_of_numbers
     from rowmesh.report.printing import write as write_line
-    from rowmesh.train.predict import predict as score
+    from rowmesh.run.predict import predict as score
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError("rowmesh predict is one process; start it without torchrun")

@@ -10,7 +10,7 @@ def prepare_process() -> None:
 
     Rank 0 prints what is slow on its host, and what to do.
     """
-    from rowmesh.files.printable import say
+    from rowmesh._support.files.printable import say
     from rowmesh.observe.allocator import keep_memory
     from rowmesh.ops.linear.caches import bound_caches
 

@@ -58,11 +58,11 @@ def recommend(
     """
     from rich.console import Console
 
+    from rowmesh._support.files.output import check_output
     from rowmesh.errors import ConfigurationError
-    from rowmesh.files.output import check_output
     from rowmesh.report.printing import show, table_of_numbers, write
-    from rowmesh.train.sequence.recommend import first_user, write_recommended
-    from rowmesh.train.sequence.recommend import recommend as rank
+    from rowmesh.run.sequence.recommend import first_user, write_recommended
+    from rowmesh.run.sequence.recommend import recommend as rank
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError("rowmesh recommend is one process; start it without torchrun")

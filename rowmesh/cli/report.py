@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from rowmesh.train.run_folder import RunFolder
+    from rowmesh.run.run_folder import RunFolder
 
 
 def report(
@@ -37,11 +37,11 @@ def report(
     """
     from rich.console import Console
 
-    from rowmesh.files.output import check_output
+    from rowmesh._support.files.output import check_output
     from rowmesh.report.html import is_page
     from rowmesh.report.printing import write
     from rowmesh.report.run_page import write_run_report
-    from rowmesh.train.run_folder import RunFolder
+    from rowmesh.run.run_folder import RunFolder
 
     folder = RunFolder(run)
     if out is not None and out not in (folder.report, folder.compared):

@@ -37,8 +37,8 @@ def train(
     """
     from rowmesh.cli.process import prepare_process
     from rowmesh.cli.report import write_page
-    from rowmesh.train.commands import run_training
-    from rowmesh.train.resolve import resolve
+    from rowmesh.run.commands import run_training
+    from rowmesh.run.resolve import resolve
 
     prepare_process()
     run_training(

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 
+from rowmesh._support.files.regular import open_regular
 from rowmesh.errors import DataError
-from rowmesh.files.regular import open_regular
 
 _HEAD_BYTES = 16
 _READ_BYTES = 1 << 20

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rowmesh._support.files.regular import check_regular
 from rowmesh.data.plain_columns import is_list, is_text, plain_type
 from rowmesh.data.scalars import shown
 from rowmesh.data.schema import Categorical, Schema
 from rowmesh.data.source import RawTable, check_columns
 from rowmesh.errors import DataError
-from rowmesh.files.regular import check_regular
 
 PARQUET_ROWS = 65_536
 

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rowmesh._support.faults import reach
+from rowmesh._support.files.checksums import Checksums
+from rowmesh._support.files.manifest import MANIFEST, Manifest
+from rowmesh._support.files.regular import open_regular
+from rowmesh._support.files.verified import VerifiedFile
 from rowmesh.errors import DataError
-from rowmesh.faults import reach
-from rowmesh.files.checksums import Checksums
-from rowmesh.files.manifest import MANIFEST, Manifest
-from rowmesh.files.regular import open_regular
-from rowmesh.files.verified import VerifiedFile
 
 ADVICE = "copy the folder again, or prepare the data again"
 _State = tuple[int, int, int]

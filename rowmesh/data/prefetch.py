@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from rowmesh.worker import Worker
+from rowmesh._support.worker import Worker
 
 T = TypeVar("T")
 

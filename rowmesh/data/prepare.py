@@ -18,6 +18,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 import rowmesh
+from rowmesh._support.files.checksums import Checksums
+from rowmesh._support.files.folder import replacing_folder
 from rowmesh.data.codes import CodedRows, Coder, Ranking, flat_ids, map_ids
 from rowmesh.data.parquet import multi_hot_columns
 from rowmesh.data.prepared import (
@@ -42,8 +44,6 @@ from rowmesh.data.splits import Splitter
 from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.data.writer import SplitWriter
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.files.checksums import Checksums
-from rowmesh.files.folder import replacing_folder
 
 QUARANTINE = "quarantine.jsonl"
 

@@ -13,6 +13,8 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from rowmesh._support.files.names import shortened
+from rowmesh._support.suggest import hint
 from rowmesh.data.bijection import Bijection
 from rowmesh.data.metadata import FORMAT_VERSION as FORMAT_VERSION
 from rowmesh.data.metadata import SPLITS as SPLITS
@@ -21,8 +23,6 @@ from rowmesh.data.pinned import PinnedFolder
 from rowmesh.data.scales import DenseScale
 from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
-from rowmesh.files.names import shortened
-from rowmesh.suggest import hint
 
 METADATA = "metadata.json"
 PREPARED = "prepared data"

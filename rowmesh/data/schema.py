@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError, field_validator, model_validator
 
+from rowmesh._support.files.atomic import replacing_file
+from rowmesh._support.suggest import hint
 from rowmesh.errors import ConfigurationError
-from rowmesh.files.atomic import replacing_file
-from rowmesh.suggest import hint
 
 DenseTransform = Literal["standardize", "log1p", "none"]
 UNIX_TIME = "unix"

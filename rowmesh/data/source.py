@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rowmesh._support.suggest import hint
 from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
-from rowmesh.suggest import hint
 
 MAX_SHOWN = 1000
 

@@ -14,6 +14,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from rowmesh._support.files.folder import replacing_folder
 from rowmesh.data.inputs import OPTIMUM_FILE, SCHEMA_FILE
 from rowmesh.data.planted import PlantedConfig, PlantedModel, Samples
 from rowmesh.data.prepared import SPLITS
@@ -22,7 +23,6 @@ from rowmesh.data.request import drawing_request
 from rowmesh.data.schema import Schema, criteo_schema
 from rowmesh.data.scores import Scores
 from rowmesh.errors import ConfigurationError
-from rowmesh.files.folder import replacing_folder
 
 CHUNK_SAMPLES = 65_536
 SHARD_CHUNKS = 64

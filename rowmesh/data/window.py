@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from rowmesh._support.faults import reach
+from rowmesh._support.files.verified import PositionedReader
 from rowmesh.data.prepared import Prepared, arrow_schema, split_file
 from rowmesh.data.schema import Schema
 from rowmesh.errors import DataError
-from rowmesh.faults import reach
-from rowmesh.files.verified import PositionedReader
 from rowmesh.ops.compiled import compiled
 
 

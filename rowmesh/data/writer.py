@@ -8,7 +8,7 @@ from typing import Self
 
 import pyarrow as pa
 
-from rowmesh.files.checksums import Checksums, ChecksumWriter
+from rowmesh._support.files.checksums import Checksums, ChecksumWriter
 
 CHECKSUM_BYTES = 1 << 19
 """Less than a record batch, so that reading record batches in any order verifies little that is not read."""

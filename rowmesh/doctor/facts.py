@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
+from rowmesh._support.control_groups import processor_limit
 from rowmesh.mesh.threads import processors
-from rowmesh.observe import environment_report
 from rowmesh.observe.allocator import VARIABLES as MALLOC
 from rowmesh.observe.allocator import allocator
-from rowmesh.observe.control_groups import processor_limit
+from rowmesh.observe.environment import environment_report
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING, "GLOO_SOCKET_IFNAME", "GLIBC_TUNABLES")

@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.mesh import Mesh
 from rowmesh.models import DLRM
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.channel import Channel

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
+from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.handshake import Handshake, Step, after_hearing
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.route import HostRouteGroup, Route, Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
-from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.mesh.waiting import barrier
@@ -35,8 +35,8 @@ from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.merge_update import Merger
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.simd import STORAGE
-from rowmesh.optim.rules import Update
 from rowmesh.placement.address_map import RELAYS, REPLIES
+from rowmesh.tables.update_rules import Update
 
 _KEY_BYTES = 4
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.mesh.channel import Channel, Wire
 from rowmesh.ops import gather
@@ -33,8 +33,8 @@ from rowmesh.ops.memory import Buffer, Scratch, held_bytes, round_up
 from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
 from rowmesh.ops.relay import sort_relay
 from rowmesh.ops.simd import STORAGE
-from rowmesh.optim.rules import Update
 from rowmesh.placement.address_map import RELAYS, REPLIES
+from rowmesh.tables.update_rules import Update
 
 _SLOT_BYTES = 4
 

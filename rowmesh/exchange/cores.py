@@ -17,7 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
+from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.core_group import CoreGroup, DeviceCoreGroup, HostCoreGroup
 from rowmesh.exchange.group import GroupExchange
@@ -26,7 +27,6 @@ from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route, ShardGroupRoute
 from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique, take_step
 from rowmesh.exchange.transports import TransportName, transport_for
-from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums

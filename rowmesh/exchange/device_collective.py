@@ -27,7 +27,7 @@ from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.waiting import barrier
-from rowmesh.optim.rules import Update
+from rowmesh.tables.update_rules import Update
 
 _COUNTING = "exchanging counts"
 

@@ -22,7 +22,6 @@ from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.transfer import upload
-from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap
 from rowmesh.placement.drift import Traffic
 from rowmesh.placement.places import SlotTables
@@ -30,6 +29,7 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
 from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.update_rules import Update
 
 
 class DeviceGroupExchange(GroupExchange):

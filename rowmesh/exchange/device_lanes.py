@@ -30,9 +30,9 @@ from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.transfer import Late, upload
-from rowmesh.optim.rules import Update
 from rowmesh.tables import PinnedRows
 from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.update_rules import Update
 
 
 def _no_ids() -> NDArray[np.int64]:

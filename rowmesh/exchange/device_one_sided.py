@@ -52,9 +52,9 @@ from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.peer_memory import PeerBuffer, PeerMemory
 from rowmesh.mesh.waiting import barrier, gather_objects
 from rowmesh.ops.memory import round_up
-from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
 from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.update_rules import Update
 
 _REFUSED, _ROUTES, _GROUPS = 1, 2, 3  # columns of a handshake; then some for each group:
 # Where the entries for a rank begin in the send buffer, how many; entries in all, of which the last so many are for all

@@ -1,8 +1,8 @@
 """Averages of dynamic tables: replica groups that decide for themselves make one of what they know, then of their rows.
 
 Rows of ids have no numbers that all groups share. So the groups first agree on the ids whose rows may differ
-(`rowmesh.dynamic.merging`). Then each sends its rows of all these ids, in their order, to the ranks of its replicate
-group. The mean is that of other tables, w₀ + Σ (wₘ − w₀) / M, in the order of the groups.
+(`rowmesh.exchange.resolve.merging`). Then each sends its rows of all these ids, in their order, to the ranks of its
+replicate group. The mean is that of other tables, w₀ + Σ (wₘ − w₀) / M, in the order of the groups.
 
 Source: two-dimensional sparse parallelism, Algorithm 1, lines 5-10. Differs: tables are dynamic.
 """
@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.dynamic.merging import MergedIds
-from rowmesh.dynamic.resolver import Resolver
 from rowmesh.exchange.handshake import Step, joined
+from rowmesh.exchange.resolve.merging import MergedIds
+from rowmesh.exchange.resolve.resolver import Resolver
 from rowmesh.exchange.rhythm import Rhythm
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.optim.rules import Update
 from rowmesh.tables.dense import DenseArena, compute_dtype
+from rowmesh.tables.update_rules import Update
 
 if TYPE_CHECKING:
     from rowmesh.exchange.group import GroupExchange

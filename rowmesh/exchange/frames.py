@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.dynamic.asking import Asked, largest
-from rowmesh.dynamic.device_tables import DeviceAsked
-from rowmesh.dynamic.pins import BatchPin
+from rowmesh.exchange.resolve.asking import Asked, largest
+from rowmesh.exchange.resolve.device_tables import DeviceAsked
+from rowmesh.exchange.resolve.pins import BatchPin
 from rowmesh.ops.distinct_ids import DistinctIds
 
 
@@ -82,7 +82,7 @@ def put_frames(ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve, scor
         scores: int64 `[N]` of the ids, on the host, where the batch has any.
 
     Raises:
-        NoRoomError, DataError, PeerError: see `rowmesh.dynamic.resolver.Resolver`.
+        NoRoomError, DataError, PeerError: see `rowmesh.exchange.resolve.resolver.Resolver`.
     """
     parts, on_device = _asked_on_device(ids, groups)
     if not all(all(group.on_device) for group in groups):

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rowmesh.counters import GroupCounters
+from rowmesh._support.counters import GroupCounters
 from rowmesh.exchange.route import AnyRouteGroup
 from rowmesh.mesh.channel import Wire
 from rowmesh.ops.merge_update import Merged
-from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap
 from rowmesh.placement.drift import Traffic
 from rowmesh.tables import CachedArena, DenseArena, TableGroup
 from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.update_rules import Update
 
 if TYPE_CHECKING:
     from rowmesh.exchange.replica_rows import ReplicatedMeans, ReplicatedSums

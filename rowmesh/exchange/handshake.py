@@ -16,15 +16,15 @@ from struct import pack
 import numpy as np
 import torch
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.optim.rules import Rate
 from rowmesh.placement import Plan
 from rowmesh.tables import TableSpec
+from rowmesh.tables.update_rules import Rate
 
 _BITS = 32  # of a digest; what stands before it is one that says whether a rank refuses, then an operation
 

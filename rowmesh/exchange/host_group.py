@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.dynamic.asking import Asked, largest
+from rowmesh._support.faults import reach
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.group import GroupExchange, never
+from rowmesh.exchange.resolve.asking import Asked, largest
 from rowmesh.exchange.route import HostRouteGroup, RouteGroup, refused_ids
-from rowmesh.faults import reach
 from rowmesh.ops.look_up import HostLookUp, HostLookUps, UniqueIds
 from rowmesh.ops.memory import Buffer, Memory, array_at, held_bytes
 from rowmesh.ops.merge_update import HostMerged, Merged, Merger
@@ -22,13 +22,13 @@ from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.pool import DESCRIPTOR
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.window import place_own
-from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import COPIES
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
 from rowmesh.tables.cores import CoreArena
+from rowmesh.tables.update_rules import Update
 
 
 class Found(NamedTuple):

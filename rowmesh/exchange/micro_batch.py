@@ -40,8 +40,8 @@ from rowmesh.exchange.window import FIRST, Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.ops.window import FINAL
-from rowmesh.optim.rules import Update
 from rowmesh.placement.address_map import RELAYS
+from rowmesh.tables.update_rules import Update
 
 USES = ("rows", "gradients")  # of the two process groups of hosts
 

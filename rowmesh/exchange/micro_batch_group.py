@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective import Incoming, merged_requests
 from rowmesh.exchange.copies import Copies
@@ -24,8 +24,8 @@ from rowmesh.exchange.window import FIRST, Form, WindowGroup
 from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.window import FINAL
-from rowmesh.optim.rules import Update
 from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.update_rules import Update
 
 
 class MicroBatchGroup:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowmesh._support.faults import reach
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_all_ranks
 from rowmesh.mesh.waiting import complete

@@ -15,19 +15,19 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.handshake import Step, after_hearing, check_rates, joined, out_of_step, parted
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.route import Routed
 from rowmesh.exchange.transport import Meanwhile, Transport
-from rowmesh.faults import reach
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.barrier import Barrier
 from rowmesh.mesh.shared_memory import share
 from rowmesh.ops.look_up import slots_offset
 from rowmesh.ops.merge_update.sources import Sources
-from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
+from rowmesh.tables.update_rules import Update
 
 MAX_ROUTES = 1024  # routes that one push may bring for a group
 _ENTRY = 6  # int64 values that announce a send buffer

@@ -30,8 +30,8 @@ from rowmesh.ops.average.touched import TouchedRows
 from rowmesh.ops.memory import Kinds, Room, grown, held_bytes, laid_out, take
 from rowmesh.ops.merge_update import HostMerged, Merged, Merger, Singles, copy_slots, merge, singles, sum_merged
 from rowmesh.ops.transfer import Late, upload
-from rowmesh.optim.rules import Update
 from rowmesh.tables.dense import DenseArena, compute_dtype
+from rowmesh.tables.update_rules import Update
 
 if TYPE_CHECKING:
     from rowmesh.exchange.group import GroupExchange

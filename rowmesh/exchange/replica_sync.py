@@ -28,17 +28,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.handshake import Step, after_hearing, joined
 from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.rhythm import Rhythm
-from rowmesh.faults import reach
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.memory import Room, laid_out, laid_out_bytes
-from rowmesh.optim.rules import Update
+from rowmesh.tables.update_rules import Update
 
 if TYPE_CHECKING:
     from rowmesh.exchange.group import GroupExchange

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rowmesh.dynamic.pins import BatchPin
 from rowmesh.errors import IdRangeError
+from rowmesh.exchange.resolve.pins import BatchPin
 from rowmesh.ops.look_up import HostLookUp
 from rowmesh.ops.look_up.device import DeviceLookUp
 from rowmesh.ops.pool.layout import GroupLayout

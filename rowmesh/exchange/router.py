@@ -24,8 +24,8 @@ from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.frames import DynamicIds, Framed, Resolve, put_frames
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.host_group import Found, HostGroupExchange
+from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.route import LateIdCheck, Moment, Route, refusal, refused_ids, table_bounds
-from rowmesh.layout import Layouts
 from rowmesh.ops.look_up.device_ids import DeviceIds
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.pool.handles import Bags
@@ -69,7 +69,7 @@ class Router(Generic[X]):
             resolve: of dynamic tables, where there are some; it is collective.
 
         Raises:
-            NoRoomError, PeerError: see `rowmesh.dynamic.resolver.Resolver`.
+            NoRoomError, PeerError: see `rowmesh.exchange.resolve.resolver.Resolver`.
             DataError: the batch's features are not the tables', or its buffers do not fit together any more.
             IdRangeError: an id is out of range; on a device that is found later.
         """

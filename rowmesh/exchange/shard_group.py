@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.device_group import DeviceGroupExchange
@@ -30,9 +30,9 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.waiting import barrier, gather_objects
-from rowmesh.optim.rules import Update
 from rowmesh.placement import AddressMap, Piece, Plan
 from rowmesh.tables import DenseArena, TableGroup, TableSpec, Tiers
+from rowmesh.tables.update_rules import Update
 
 
 @dataclass(frozen=True, eq=False)

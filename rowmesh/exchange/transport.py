@@ -33,7 +33,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import IdRangeError, RefusedError
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
@@ -41,8 +41,8 @@ from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, Routed
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.transfer import Late
-from rowmesh.optim.rules import Update
 from rowmesh.tables import TableGroup
+from rowmesh.tables.update_rules import Update
 
 X = TypeVar("X", bound=GroupExchange)
 Meanwhile = Callable[[AnyRouteGroup], None]

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
-from rowmesh.faults import reach
 from rowmesh.mesh.cancellation import Cancellation
 from rowmesh.mesh.claims import Claims
 from rowmesh.mesh.failures import Failures

@@ -47,7 +47,7 @@ def fair_threads(
 
 def share_of(mesh: Mesh) -> int:
     """`fair_threads` of this rank, as the system has it."""
-    from rowmesh.observe import control_groups  # with rich, for which an import of tables need not wait
+    from rowmesh._support import control_groups  # with rich, for which an import of tables need not wait
 
     here = mesh.run.hosts[mesh.run.rank]
     pids = [pid for pid, host in zip(mesh.run.pids, mesh.run.hosts, strict=True) if host == here]

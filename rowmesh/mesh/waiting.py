@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rowmesh._support.faults import reach
 from rowmesh.errors import PeerError
-from rowmesh.faults import reach
 from rowmesh.mesh.groups import gather_bytes
 from rowmesh.mesh.mesh import Mesh
 from rowmesh.mesh.patience import Stopwatch

@@ -64,7 +64,7 @@ class DCNv2(nn.Module):
         ConfigurationError: a size is not positive, or the structure is unknown.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> model = DCNv2(dims={"user": 4, "item": 2}, num_dense=3, deep=[8])
         >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})).shape
         torch.Size([5])

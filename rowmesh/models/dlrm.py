@@ -106,7 +106,7 @@ class ProjectedDLRM(nn.Module):
         ConfigurationError: a size is not positive, or there is no feature.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> model = ProjectedDLRM(dims={"user": 4, "item": 2}, num_dense=3, bottom=[8], top=[8])
         >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})).shape
         torch.Size([5])

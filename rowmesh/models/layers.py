@@ -76,7 +76,7 @@ class Projection(nn.Module):
         ConfigurationError: there is no feature, or the width is not positive.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> vectors = Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})
         >>> Projection({"user": 4, "item": 2})(vectors).shape
         torch.Size([5, 2, 4])

@@ -31,7 +31,7 @@ class SharedBottom(nn.Module):
         ConfigurationError: a size is not positive.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> model = SharedBottom(dims={"user": 4}, num_dense=3, labels=("click", "buy"), bottom=[8], tower=[4])
         >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 4), ("user",), (4,), {})).shape
         torch.Size([5, 2])
@@ -84,7 +84,7 @@ class MMoE(nn.Module):
         ConfigurationError: a size is not positive.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> model = MMoE(dims={"user": 4}, num_dense=3, labels=("click", "buy"), expert=[8], tower=[4])
         >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 4), ("user",), (4,), {})).shape
         torch.Size([5, 2])

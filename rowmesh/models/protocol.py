@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Vectors(Protocol):
-    """The vectors of a batch, as `rowmesh.embeddings.Embeddings` has them.
+    """The vectors of a batch, as `rowmesh.collection.outputs.Embeddings` has them.
 
     Attributes:
         features: their names, in the order of their columns.
@@ -59,7 +59,7 @@ class Model(Protocol):
         ...
         ...     def forward(self, dense, embeddings):
         ...         return self.layers(torch.cat([dense, embeddings.values], dim=1)).squeeze(1)
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> vectors = Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})
         >>> Wide(dims={"user": 4, "item": 2}, num_dense=13)(torch.zeros(5, 13), vectors).shape
         torch.Size([5])

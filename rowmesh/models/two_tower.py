@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rowmesh._support.suggest import hint
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.models.layers import check_inputs, check_positive, mlp, one_label
 from rowmesh.models.protocol import Vectors
-from rowmesh.suggest import hint
 
 Gather = Callable[[Tensor], tuple[Tensor, int]]
 """Of the rows of this rank: those of all ranks, and the number of the first of its own."""
@@ -56,7 +56,7 @@ class TwoTower(nn.Module):
             loss.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> model = TwoTower(dims={"user": 4, "item": 2}, num_dense=3, item=["item"], widths=[8])
         >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})).shape
         torch.Size([5])

@@ -39,7 +39,7 @@ class DeepFM(nn.Module):
         ConfigurationError: a size is too small, or there are several labels.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> model = DeepFM(dims={"user": 4, "item": 4}, num_dense=3, deep=[8])
         >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 8), ("user", "item"), (4, 4), {})).shape
         torch.Size([5])
@@ -93,7 +93,7 @@ class WideAndDeep(nn.Module):
         ConfigurationError: a size is too small, or there are several labels.
 
     Example:
-        >>> from rowmesh.embeddings import Embeddings
+        >>> from rowmesh.collection.outputs import Embeddings
         >>> model = WideAndDeep(dims={"user": 4, "item": 2}, num_dense=3, deep=[8])
         >>> model(torch.zeros(5, 3), Embeddings(torch.zeros(5, 6), ("user", "item"), (4, 2), {})).shape
         torch.Size([5])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rowmesh.observe.json_lines import JsonLines
+from rowmesh._support.json_lines import JsonLines
 
 ROUNDS = "all_to_all_rounds"
 TRAFFIC = ("ids", "unique_ids", ROUNDS, "bytes_sent", "bytes_received")

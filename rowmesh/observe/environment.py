@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from rowmesh.observe.control_groups import control_groups
-from rowmesh.observe.memory import available_bytes
+from rowmesh._support.control_groups import control_groups
+from rowmesh._support.memory import available_bytes
 
 PACKAGES = ("rowmesh", "torch", "numpy", "numba", "triton", "pyarrow", "pydantic")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from rowmesh.files.printable import printable
+from rowmesh._support.files.printable import printable
 
 PLAIN_INTERVAL_S = 5.0
 BAR_INTERVAL_S = 0.1

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rowmesh.files.atomic import write_text
+from rowmesh._support.files.atomic import write_text
 
 
 class Event(NamedTuple):

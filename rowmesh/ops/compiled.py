@@ -24,7 +24,7 @@ import numba
 from numba.core.caching import FunctionCache
 from numba.core.serialize import dumps
 
-from rowmesh.faults import reach
+from rowmesh._support.faults import reach
 
 logger = logging.getLogger("rowmesh")
 _DIGEST_BYTES = 16

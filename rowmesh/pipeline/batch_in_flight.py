@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from rowmesh.embeddings import Embeddings
+from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.window import Window
 from rowmesh.ops.streams import Mark
-from rowmesh.optim.rules import Rate
 from rowmesh.pipeline.ends import Answer
 from rowmesh.pipeline.schedule import Task
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged
+from rowmesh.tables.update_rules import Rate
 
 if TYPE_CHECKING:
     from rowmesh.pipeline.pipeline import Pipeline

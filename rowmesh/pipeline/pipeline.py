@@ -27,9 +27,9 @@ from functools import partial
 from numbers import Integral
 from typing import Generic, Self
 
-from rowmesh.collection import EmbeddingCollection
-from rowmesh.embeddings import Embeddings
-from rowmesh.engine import Driver
+from rowmesh.collection.engine import Driver
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import (
     ConfigurationError,
     DataError,
@@ -42,7 +42,6 @@ from rowmesh.errors import (
 from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
-from rowmesh.optim.rules import Rate
 from rowmesh.pipeline.batch_in_flight import BatchInFlight, T
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
@@ -54,6 +53,7 @@ from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
+from rowmesh.tables.update_rules import Rate
 
 _ACTIONS = ("read", "open", "final", "rows", "gradients", "update")
 logger = logging.getLogger("rowmesh")

@@ -20,8 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from rowmesh._support.interrupts import hold, release
 from rowmesh.errors import RowmeshError
-from rowmesh.interrupts import hold, release
 from rowmesh.pipeline.schedule import COMPUTE, SENDING, Schedule, Task
 
 logger = logging.getLogger("rowmesh")

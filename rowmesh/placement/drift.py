@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from rowmesh._support.worker import Worker
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement.address_map import COPIES, REPLIES, AddressMap
 from rowmesh.placement.plan import Plan, RowRange
@@ -27,7 +28,6 @@ from rowmesh.placement.sketch import AccessSketch
 from rowmesh.placement.strategies import search
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
-from rowmesh.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,10 +31,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rowmesh._support.files.atomic import replacing_file
+from rowmesh._support.suggest import hint
 from rowmesh.errors import ConfigurationError
-from rowmesh.files.atomic import replacing_file
 from rowmesh.mesh.grid import Grid, Together
-from rowmesh.suggest import hint
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import compute_dtype
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rowmesh._support.files.atomic import replacing_file
 from rowmesh.errors import ConfigurationError
-from rowmesh.files.atomic import replacing_file
 from rowmesh.placement.plan import TableShape
 
 FORMAT = 1

@@ -39,8 +39,8 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
+from rowmesh._support.files.atomic import replacing_file
 from rowmesh.errors import ConfigurationError
-from rowmesh.files.atomic import replacing_file
 
 Floats = NDArray[np.float64]
 MAX_RANKS = 1 << 14  # matrices of 2 GiB

@@ -14,11 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
+from rowmesh._support.files.atomic import replacing_file, sync_file, sync_folder
+from rowmesh._support.files.checksums import Checksums
+from rowmesh._support.files.mark import MARK, is_unmarked, mark, read_mark
+from rowmesh._support.files.names import file_stem
 from rowmesh.errors import DamagedFileError, DataError, StoreError
-from rowmesh.files.atomic import replacing_file, sync_file, sync_folder
-from rowmesh.files.checksums import Checksums
-from rowmesh.files.mark import MARK, is_unmarked, mark, read_mark
-from rowmesh.files.names import file_stem
 from rowmesh.publish.chain import ADVICE, removed
 from rowmesh.publish.generation import Generation, Part
 from rowmesh.publish.target import PartWriter, Rows

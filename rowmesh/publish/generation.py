@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from rowmesh._support.files.checksums import Checksums
+from rowmesh._support.files.manifest import OWN_SUM, own_sum
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.files.checksums import Checksums
-from rowmesh.files.manifest import OWN_SUM, own_sum
-from rowmesh.tables.dynamic import Missing
+from rowmesh.tables.dynamic.spec import Missing
 from rowmesh.tables.initializer import INITIALIZERS, Initializer
 
 _FORMAT = 2

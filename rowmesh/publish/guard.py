@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
+from rowmesh._support.files.advice import described
 from rowmesh.errors import RowmeshError, StoreError
-from rowmesh.files.advice import described
 
 T = TypeVar("T")
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rowmesh import extras
-from rowmesh.dynamic.stores import Retry
-from rowmesh.dynamic.stores.opening import REDIS
-from rowmesh.dynamic.stores.redis_connection import RedisConnection
-from rowmesh.dynamic.stores.rocksdb import rocksdict
+from rowmesh._support import extras
+from rowmesh._support.files.places import local_path
 from rowmesh.errors import ConfigurationError
-from rowmesh.files.places import local_path
 from rowmesh.publish.folder import FolderTarget
 from rowmesh.publish.parquet import ParquetTables
 from rowmesh.publish.redis import RedisTarget
 from rowmesh.publish.rocksdb import RocksTables
 from rowmesh.publish.target import Target
+from rowmesh.tables.dynamic.stores import Retry
+from rowmesh.tables.dynamic.stores.opening import REDIS
+from rowmesh.tables.dynamic.stores.redis_connection import RedisConnection
+from rowmesh.tables.dynamic.stores.rocksdb import rocksdict
 
 _FORMATS = {"parquet": ParquetTables, "rocksdb": RocksTables}
 

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rowmesh._support.files.checksums import Checksums, ChecksumWriter
+from rowmesh._support.files.verified import VerifiedFile
 from rowmesh.errors import DamagedFileError, DataError
-from rowmesh.files.checksums import Checksums, ChecksumWriter
-from rowmesh.files.verified import VerifiedFile
 from rowmesh.publish.chain import ADVICE
 from rowmesh.publish.folder import WrittenRows
 from rowmesh.publish.target import closed

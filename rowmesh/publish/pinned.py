@@ -15,7 +15,7 @@ from rowmesh.errors import ConfigurationError, DataError, StoreError
 from rowmesh.ops.initialize.cpu import STREAM, initialize_slots
 from rowmesh.publish.generation import Generation, PublishedTable
 from rowmesh.publish.target import Rows
-from rowmesh.tables.dynamic import Missing
+from rowmesh.tables.dynamic.spec import Missing
 from rowmesh.tables.initializer import table_key
 
 _IDS = "int64 [N]: a list or a NumPy array of whole numbers"

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from rowmesh._support.faults import reach
+from rowmesh._support.files.checksums import checksums_of_bytes
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError, StoreError
-from rowmesh.faults import reach
-from rowmesh.files.checksums import checksums_of_bytes
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_all_ranks, on_rank_0
 from rowmesh.mesh.waiting import gather_objects

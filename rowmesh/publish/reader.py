@@ -10,14 +10,14 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rowmesh._support.files.checksums import verify_bytes
 from rowmesh.errors import ConfigurationError, DataError, StoreError
-from rowmesh.files.checksums import verify_bytes
 from rowmesh.publish.chain import ADVICE, read_chain
 from rowmesh.publish.generation import Generation
 from rowmesh.publish.guard import guarded
 from rowmesh.publish.pinned import PinnedGeneration
 from rowmesh.publish.target import Target
-from rowmesh.tables.dynamic import Missing
+from rowmesh.tables.dynamic.spec import Missing
 
 _TRIES = 5  # a generation may be removed between finding it and opening it
 

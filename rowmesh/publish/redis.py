@@ -9,13 +9,13 @@ from urllib.parse import quote
 
 import numpy as np
 
-from rowmesh.dynamic.stores.redis_connection import RedisConnection
-from rowmesh.dynamic.stores.sums import RowSums
 from rowmesh.errors import DamagedFileError, StoreError
 from rowmesh.publish.chain import ADVICE, removed
 from rowmesh.publish.generation import Generation, Part
 from rowmesh.publish.rocksdb import keys_of, take, values_of
 from rowmesh.publish.target import PartWriter, Rows, closed
+from rowmesh.tables.dynamic.stores.redis_connection import RedisConnection
+from rowmesh.tables.dynamic.stores.sums import RowSums
 
 _CHUNK = 4096  # rows a command
 

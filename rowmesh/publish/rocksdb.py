@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from rowmesh.dynamic.stores.protocol import rows_of
-from rowmesh.dynamic.stores.rocksdb import options_of, rocksdict
+from rowmesh._support.files.checksums import Checksums, checksums_of, verify_bytes
 from rowmesh.errors import DamagedFileError, StoreError
-from rowmesh.files.checksums import Checksums, checksums_of, verify_bytes
 from rowmesh.publish.chain import ADVICE
 from rowmesh.publish.folder import WrittenRows
 from rowmesh.publish.target import closed
+from rowmesh.tables.dynamic.stores.protocol import rows_of
+from rowmesh.tables.dynamic.stores.rocksdb import options_of, rocksdict
 
 _ABOUT = b"rowmesh"
 """A key of another length than those of rows, which says whose rows the database has."""

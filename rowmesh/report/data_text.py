@@ -11,12 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from rowmesh._support.files.manifest import why_stale
 from rowmesh.data.events import Sequences
 from rowmesh.data.prepared import SPLITS, Prepared
 from rowmesh.data.reorder.groups import LEAST_APART
 from rowmesh.data.reorder.order import LEAST_GAIN, LEAST_HELD_OUT
 from rowmesh.data.scales import DenseScale
-from rowmesh.files.manifest import why_stale
 from rowmesh.report.printing import show, table_of_numbers, write
 
 MAX_REASONS = 5

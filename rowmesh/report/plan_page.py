@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import rowmesh
-from rowmesh.files.atomic import replacing_file
+from rowmesh._support.files.atomic import replacing_file
 from rowmesh.placement.comparison import Candidate, Comparison
 from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import TablePlan

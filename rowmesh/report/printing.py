@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from rowmesh.files.printable import printable
+from rowmesh._support.files.printable import printable
 
 _ANY_WIDTH = 10_000
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from rowmesh.files.atomic import replacing_file
+from rowmesh._support.files.atomic import replacing_file
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.two_dimensional import ReplicaComparison
 from rowmesh.placement.two_dimensional_candidates import ReplicaCandidate

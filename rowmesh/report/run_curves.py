@@ -13,7 +13,7 @@ from rowmesh.report.html import card, data_table, section
 from rowmesh.report.line_chart import Line, Point, line_chart
 from rowmesh.report.run_record import RANKING, Result, thinned
 from rowmesh.report.shown import Shown
-from rowmesh.train.score_bins import ScoreBins
+from rowmesh.run.score_bins import ScoreBins
 
 CALIBRATION_BINS, DENSITY_CELLS = 15, 40
 GIGABYTE = 1e9

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 import rowmesh
-from rowmesh.files.atomic import replacing_file
+from rowmesh._support.files.atomic import replacing_file
 from rowmesh.placement.text import bytes_text
 from rowmesh.report.advice import Advice, advise
 from rowmesh.report.html import data_table, fact_list, page, section, sentence

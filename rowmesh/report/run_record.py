@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rowmesh._support.files.secrets import masked_values
 from rowmesh.errors import RowmeshError
-from rowmesh.files.secrets import masked_values
 from rowmesh.observe.step_clock import STAGES
 from rowmesh.report.timeline import Timeline, read_timeline
 from rowmesh.report.traffic import Traffic, read_traffic
-from rowmesh.train.run_folder import RunFolder
-from rowmesh.train.score_bins import ScoreBins
+from rowmesh.run.run_folder import RunFolder
+from rowmesh.run.score_bins import ScoreBins
 
 Record = Mapping[str, Any]
 """A JSON object that a run wrote."""

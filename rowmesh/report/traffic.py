@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rowmesh.train.run_log import ALL_GROUPS, FAST_MEMORY, REPLICAS
+from rowmesh.run.run_log import ALL_GROUPS, FAST_MEMORY, REPLICAS
 
 _NO_COUNTS = ("step", "group", "time")
 

@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rowmesh._support.suggest import hint
 from rowmesh.errors import DataError
 from rowmesh.sparse.batch import SparseBatch
-from rowmesh.suggest import hint
 
 
 @runtime_checkable

@@ -9,10 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from rowmesh._support.suggest import hint
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.sparse.batch import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged, as_batch
-from rowmesh.suggest import hint
 
 
 class PositionWeights(nn.Module):

@@ -3,7 +3,7 @@
 from rowmesh.tables.backing import BackingStore, MemoryStore
 from rowmesh.tables.cached import CachedArena, PinnedRows
 from rowmesh.tables.dense import DenseArena
-from rowmesh.tables.dynamic import Dynamic
+from rowmesh.tables.dynamic.spec import Dynamic
 from rowmesh.tables.file_store import FileStore
 from rowmesh.tables.group import TableGroup, fuse
 from rowmesh.tables.initializer import Constant, Initializer, Normal, Uniform

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rowmesh._support.faults import reach
+from rowmesh._support.worker import Worker
 from rowmesh.errors import RowmeshError
-from rowmesh.faults import reach
 from rowmesh.ops.cache_table import CacheTable
 from rowmesh.ops.slot_set import SlotSet
 from rowmesh.tables.backing import BackingStore
 from rowmesh.tables.cache_memory import CHUNK, CacheMemory, Copier
-from rowmesh.worker import Worker
 
 _CLEAN_SHARE = 4  # one cache slot of so many is kept free or clean, ahead of the batches that will need it
 

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
-from rowmesh.faults import reach
 from rowmesh.ops.cache_table import MAX_CACHE_SLOTS, MISSING
 from rowmesh.ops.merge_update import HostMerged, Merged
 from rowmesh.ops.streams import Mark, Stream

@@ -9,9 +9,9 @@ from itertools import accumulate
 
 import torch
 
-from rowmesh.optim import UpdateRule
 from rowmesh.tables.initializer import Initializer
 from rowmesh.tables.spec import Storage, TableSpec, check_tables
+from rowmesh.tables.update_rules import UpdateRule
 
 
 @dataclass(frozen=True)

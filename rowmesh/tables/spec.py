@@ -10,11 +10,11 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
-from rowmesh.optim import RowWiseAdaGrad, UpdateRule
 from rowmesh.tables.bag_config import fields_of
-from rowmesh.tables.dynamic import Dynamic
+from rowmesh.tables.dynamic.spec import Dynamic
 from rowmesh.tables.initializer import Initializer, Uniform
 from rowmesh.tables.tensor_train import TensorTrain, TensorTrainShape
+from rowmesh.tables.update_rules import RowWiseAdaGrad, UpdateRule
 
 Pooling = Literal["sum", "mean", "none"]
 Storage = Literal["dense", "tiered", "tensor_train", "dynamic"]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from rowmesh._support.faults import reach
+from rowmesh._support.gate import Gate
 from rowmesh.errors import ConfigurationError
-from rowmesh.faults import reach
-from rowmesh.gate import Gate
 from rowmesh.ops.gpu import require_triton
 from rowmesh.ops.pool.one_feature import Bags, pool_of
 from rowmesh.ops.prefixes import Workspace, sort_ids

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.ops.tensor_train import Lookup
-from rowmesh.optim.rules import RULES, AdaGrad, UpdateRule
+from rowmesh.tables.update_rules import RULES, AdaGrad, UpdateRule
 from rowmesh.tensor_train.functions import Pending
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 
@@ -41,7 +41,7 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
     at `step`, not inside of backward, so that gradients add up and schedules and closures work as with any optimizer.
 
     Example:
-        >>> from rowmesh.optim import SGD
+        >>> from rowmesh import SGD
         >>> bag = TensorTrainEmbeddingBag(100, 8, mode="sum", rank=4, seed=0)
         >>> optimizer = TensorTrainOptimizer(bag, SGD(lr=0.1))
         >>> bag(torch.tensor([[3, 7]])).sum().backward()

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.command import Report
 from benchmarks.dynamic_table_tiers import measure, record_of, run
-from rowmesh.dynamic.stores import open_records
+from rowmesh.tables.dynamic.stores import open_records
 
 
 def test_records_come_back_as_they_left():

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import own_data
 from benchmarks.own_data_sets import SETS
-from rowmesh.train.metrics import Metrics
-from rowmesh.train.score_bins import ScoreBins
+from rowmesh.run.metrics import Metrics
+from rowmesh.run.score_bins import ScoreBins
 
 
 def trained(validation_auc, test_auc):

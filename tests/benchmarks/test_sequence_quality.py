@@ -10,7 +10,7 @@ import torch
 from benchmarks import sequence_quality
 from benchmarks.plain_sasrec import PlainSASRec, padded
 from rowmesh.mesh import Mesh
-from rowmesh.train.sequence.ranking import Seen, rank_targets
+from rowmesh.run.sequence.ranking import Seen, rank_targets
 
 
 @pytest.mark.parametrize("model", ["sasrec", "plain_sasrec"])

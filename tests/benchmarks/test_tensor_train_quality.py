@@ -13,7 +13,7 @@ from benchmarks.click_sets import Criteo, Synthetic
 from benchmarks.click_training import Clicks, train
 from benchmarks.tensor_train_footprint import Footprint, sizes
 from benchmarks.tensor_train_quality import RANKS, Case, Model, Rates, cases, difference_percent
-from rowmesh.optim import AdaGrad
+from rowmesh.tables.update_rules import AdaGrad
 
 LARGE = {"C1": 4.0}
 RATES = Rates(tables=0.05, large=0.05, network=0.002)

@@ -14,8 +14,8 @@ from benchmarks.click_sets import Criteo, Synthetic, read
 from benchmarks.paired import Interval, relative_gaps
 from benchmarks.replica_simulation import Network, ReplicatedTables, normalized_entropy, train
 from benchmarks.two_dimensional_accuracy import DENSE_LRS, LRS, Case, Setting, cases, settings
-from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.tables import TableSpec
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 from tests.support.algorithm_1 import Algorithm1
 
 DIM = 4

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
+from rowmesh._support.files.manifest import OWN_SUM, own_sum
 from rowmesh.checkpoint import CheckpointError, read_manifest
 from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
 from rowmesh.checkpoint.changes import Changes
@@ -21,7 +22,6 @@ from rowmesh.checkpoint.manifest import Manifest, Parent
 from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.checkpoint.series import Series, verify
 from rowmesh.checkpoint.snapshot import Changed, Snapshot
-from rowmesh.files.manifest import OWN_SUM, own_sum
 from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
 from tests.checkpoint.test_snapshot import PLAIN, Training, cases, tables_of

@@ -15,19 +15,19 @@ from rowmesh.checkpoint.changes import Changes
 from rowmesh.checkpoint.compact import compact
 from rowmesh.checkpoint.rows import SavedKnown
 from rowmesh.checkpoint.series import Series, verify
-from rowmesh.dynamic.demoted import Demoted
-from rowmesh.dynamic.owned import OwnedTable
-from rowmesh.dynamic.record_layout import RecordLayout
-from rowmesh.dynamic.stored_changes import Touched
 from rowmesh.errors import StoreError
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
+from rowmesh.tables.dynamic.demoted import Demoted
+from rowmesh.tables.dynamic.owned import OwnedTable
+from rowmesh.tables.dynamic.record_layout import RecordLayout
+from rowmesh.tables.dynamic.stored_changes import Touched
 from tests.checkpoint.test_chain import changed_manifest
 from tests.checkpoint.test_known_chains import EVENTS, NO_SHRINK, Few, read_both, state_of, write_chain
-from tests.dynamic.test_demoted import RULES as DEMOTED
-from tests.dynamic.test_records import RULES, in_store
 from tests.support.dynamic_streams import streams
 from tests.support.slowed import sums_of
+from tests.tables.dynamic.test_demoted import RULES as DEMOTED
+from tests.tables.dynamic.test_records import RULES, in_store
 
 STORE = {"mode": "demote", "store": "memory"}
 RULES = {name: rules for name, rules in {**DEMOTED, **RULES}.items() if rules.mode == "demote"}

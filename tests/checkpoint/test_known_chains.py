@@ -19,16 +19,16 @@ from rowmesh.checkpoint.compact import compact
 from rowmesh.checkpoint.rows import SavedKnown
 from rowmesh.checkpoint.series import Series, verify
 from rowmesh.checkpoint.snapshot import StoreSnapshot
-from rowmesh.dynamic.records import KnownCopy, Records
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic, Uniform
+from rowmesh.tables.dynamic.records import KnownCopy, Records
 from tests.checkpoint.test_chain import Chains, changed_manifest
-from tests.dynamic.test_demoted import RULES as DEMOTED
-from tests.dynamic.test_records import train_on
-from tests.dynamic.test_resolver import RULES
+from tests.exchange.resolve.test_resolver import RULES
 from tests.support.dynamic import Stream, known_of, make
 from tests.support.dynamic_streams import streams
 from tests.support.slowed import slowed, sums_of
+from tests.tables.dynamic.test_demoted import RULES as DEMOTED
+from tests.tables.dynamic.test_records import train_on
 
 NO_SHRINK = [Phase.explicit, Phase.generate]
 EVENTS = ("step", "step", "increment", "background", "full", "look")

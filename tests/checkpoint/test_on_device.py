@@ -11,7 +11,7 @@ from rowmesh.checkpoint.store_snapshot import StoreSnapshot
 from rowmesh.mesh import Mesh
 from tests.checkpoint import test_chain, test_known_chains
 from tests.checkpoint.test_snapshot import PLAIN, cases, save_both_ways
-from tests.dynamic.test_resolver import RULES
+from tests.exchange.resolve.test_resolver import RULES
 from tests.support.dynamic import Stream
 from tests.support.slowed import sums_of
 from tests.support.triton import kernels_of

@@ -12,13 +12,13 @@ import torch
 import xxhash
 from hypothesis import given
 
+from rowmesh._support.files.checksums import checksums_of
 from rowmesh.checkpoint import CheckpointError, load, new_files, read_manifest, save, write
 from rowmesh.checkpoint.rows import SavedRows
-from rowmesh.embeddings import LocalRows
-from rowmesh.files.checksums import checksums_of
+from rowmesh.collection.outputs import LocalRows
 from rowmesh.ops.ranges import intersect
-from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables.spec import TableSpec
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support.at_once import at_once
 from tests.support.prepared import forget_own_sum
 

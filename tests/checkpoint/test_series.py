@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from rowmesh import EmbeddingCollection, TableSpec
+from rowmesh._support.faults import arm
+from rowmesh._support.files.links import link_tree
 from rowmesh.checkpoint import CheckpointError, read_manifest, save
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.owned import BEST, remove
 from rowmesh.checkpoint.series import Series, verify
-from rowmesh.faults import arm
-from rowmesh.files.links import link_tree
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh import SGD, AdaGrad, Adam, EmbeddingCollection, EmbeddingOptimizer, RowWiseAdaGrad, TableSpec, checkpoint
+from rowmesh._support.faults import arm
 from rowmesh.checkpoint import CheckpointWriteError
 from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.snapshot import Snapshot, StoreSnapshot
 from rowmesh.errors import CheckpointError, RowmeshError
-from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
 from rowmesh.sparse import SparseBatch

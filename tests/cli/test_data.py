@@ -2,11 +2,11 @@
 
 import pytest
 
+from rowmesh._support.files.manifest import Manifest
 from rowmesh.cli.data import app
 from rowmesh.data import PlantedConfig, Prepared, ReorderOptions
 from rowmesh.data.planted import CRITEO_ROWS
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.files.manifest import Manifest
 from tests.support.cooccurrence import BATCH, draw_batches, prepare_batches
 
 

@@ -8,8 +8,8 @@ import torch
 from rowmesh.cli.plan_tensor_train import compressions
 from rowmesh.data import Loader, Prepared
 from rowmesh.placement import Plan
+from rowmesh.run.resolve import resolve
 from rowmesh.tables import TensorTrain
-from rowmesh.train.resolve import resolve
 
 ADAGRAD = "tables.tensor_train.optimizer.name=adagrad"
 

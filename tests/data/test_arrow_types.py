@@ -26,8 +26,8 @@ from rowmesh.data.quarantine import NoBadRows, Quarantine
 from rowmesh.data.raw import FileSource, RawData, RawLoader
 from rowmesh.data.raw.encoder import raw_encoder
 from rowmesh.errors import DataError
-from rowmesh.train.predict import _batches, _encoded, _Scores
-from rowmesh.train.trained_model import as_table
+from rowmesh.run.predict import _batches, _encoded, _Scores
+from rowmesh.run.trained_model import as_table
 
 # -- the types --------------------------------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ READERS = {
     "rowmesh/data/raw/loader.py": "raw",
     "rowmesh/data/raw/files.py": "raw",
     "rowmesh/data/events/read.py": "events",
-    "rowmesh/train/predict.py": "predict",
+    "rowmesh/run/predict.py": "predict",
     "rowmesh/data/encoder.py": "load_run",
     "rowmesh/data/reader.py": "prepare",
 }

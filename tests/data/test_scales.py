@@ -14,7 +14,7 @@ from rowmesh.data.request import preparation_request
 from rowmesh.data.scales import DenseScale, DenseStatistics
 from rowmesh.data.schema import CRITEO
 from rowmesh.errors import DataError
-from rowmesh.train.fingerprint import differences, fingerprint
+from rowmesh.run.fingerprint import differences, fingerprint
 
 SCHEMA = Schema.parse({"label": "y", "dense": ["age", "price", "flag", "same", "none"], "categorical": ["a"]})
 

@@ -3,12 +3,11 @@
 import numpy as np
 import torch
 
-from rowmesh.counters import CommonCounters, GroupCounters
+from rowmesh._support.counters import CommonCounters, GroupCounters
 from rowmesh.exchange.copies import Copies
 from rowmesh.ops.merge_update import Merger
-from rowmesh.optim import SGD
-from rowmesh.optim.rules import Update
 from rowmesh.tables import DenseArena, TableSpec, fuse
+from rowmesh.tables.update_rules import SGD, Update
 
 DIM = 3
 

@@ -1,7 +1,7 @@
 """The local transport: one rank updates in place and sends nothing."""
 
 from rowmesh import EmbeddingCollection
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from tests.support import behaviour
 
 

@@ -3,7 +3,7 @@
 from rowmesh import Mesh
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.rhythm import Rhythm
-from rowmesh.optim.rules import Rate
+from rowmesh.tables.update_rules import Rate
 
 
 def digest(*rates):

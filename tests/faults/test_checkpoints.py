@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rowmesh import AdaGrad, EmbeddingCollection, TableSpec
+from rowmesh._support.faults import arm
 from rowmesh.checkpoint import CheckpointError, CheckpointWriteError, load, save
-from rowmesh.faults import arm
 from rowmesh.tables import TensorTrain
 from tests.support.ranks import RankError
 
@@ -152,7 +152,7 @@ FORKS = """
 import os, signal, sys
 from pathlib import Path
 from tests.faults.test_checkpoints import AFTERWARDS, POINTS, collection, loaded, save
-from rowmesh.faults import arm
+from rowmesh._support.faults import arm
 
 folder = Path(sys.argv[1])
 save(folder, collection(1), {"seed": 1})

@@ -5,6 +5,9 @@ import json
 
 import pytest
 
+from rowmesh._support.files.manifest import Manifest
+from rowmesh._support.files.mark import mark
+from rowmesh._support.files.output import check_output
 from rowmesh.cli.data import prepare, reorder, synthesize, synthesize_events
 from rowmesh.cli.doctor import doctor
 from rowmesh.cli.env import env
@@ -16,14 +19,11 @@ from rowmesh.cli.recommend import recommend
 from rowmesh.cli.report import report
 from rowmesh.cli.train import train
 from rowmesh.errors import ConfigurationError, RowmeshError
-from rowmesh.files.manifest import Manifest
-from rowmesh.files.mark import mark
-from rowmesh.files.output import check_output
 from rowmesh.mesh import Mesh
 from rowmesh.observe.trackers.prometheus import check_free
 from rowmesh.placement.topology import Topology
 from rowmesh.report.html import is_page, page
-from rowmesh.train.predict import is_quarantine
+from rowmesh.run.predict import is_quarantine
 from tests.support.commands import run_command
 from tests.support.runs import prepare_run
 

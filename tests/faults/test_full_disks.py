@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from rowmesh._support.faults import arm
 from rowmesh.checkpoint import CheckpointError, CheckpointWriteError
 from rowmesh.cli.__main__ import main
 from rowmesh.errors import RowmeshError
-from rowmesh.faults import arm
-from rowmesh.train import saving
-from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.config import RunConfig
-from rowmesh.train.resolve import resolve
-from rowmesh.train.run_folder import RunFolder
+from rowmesh.run import saving
+from rowmesh.run.commands import run_evaluation, run_training
+from rowmesh.run.config import RunConfig
+from rowmesh.run.resolve import resolve
+from rowmesh.run.run_folder import RunFolder
+from tests.run import conftest as shared
 from tests.support.commands import run_command
-from tests.train import conftest as shared
 
 clicks, config_file, command = shared.clicks, shared.config_file, shared.command
 _one_thread = shared._one_thread

@@ -15,10 +15,10 @@ import torch
 
 import rowmesh
 from rowmesh import Checkpoints, EmbeddingCollection, TableSpec
+from rowmesh._support.faults import arm
+from rowmesh._support.worker import Worker
 from rowmesh.checkpoint import save
 from rowmesh.checkpoint.series import Series
-from rowmesh.faults import arm
-from rowmesh.worker import Worker
 
 PATIENCE_S = 60.0
 
@@ -136,7 +136,7 @@ def test_a_save_that_is_interrupted_while_it_begins_writes_nothing(tmp_path, mon
 INTERRUPTED = """
 import signal, threading, time
 import rowmesh
-from rowmesh.faults import arm
+from rowmesh._support.faults import arm
 embeddings = rowmesh.EmbeddingCollection([rowmesh.TableSpec(name="item", num_rows=50, dim=4)])
 with arm(point="snapshot.read", action=lambda: time.sleep(1.5)):
     saving = rowmesh.async_save({folder!r}, {{"embeddings": embeddings}})

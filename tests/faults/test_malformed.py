@@ -11,22 +11,22 @@ import tomli_w
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
+from rowmesh._support.files.manifest import Manifest as FolderManifest
 from rowmesh.checkpoint import CheckpointError, load, read_manifest
 from rowmesh.checkpoint.manifest import Manifest
 from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.errors import ConfigurationError, RowmeshError
-from rowmesh.files.manifest import Manifest as FolderManifest
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.topology import Topology
-from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.export import export
-from rowmesh.train.placement import Placement
-from rowmesh.train.resolve import resolve, to_toml
-from rowmesh.train.run_folder import Claim, RunFolder
+from rowmesh.run.commands import run_evaluation, run_training
+from rowmesh.run.export import export
+from rowmesh.run.placement import Placement
+from rowmesh.run.resolve import resolve, to_toml
+from rowmesh.run.run_folder import Claim, RunFolder
 from tests.faults.test_checkpoints import collection, rows, save
+from tests.run import conftest as shared
 from tests.support.clicks import write_config
 from tests.support.prepared import forget_own_sum
-from tests.train import conftest as shared
 
 clicks, config_file, _one_thread = shared.clicks, shared.config_file, shared._one_thread
 

@@ -6,9 +6,9 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh.errors import DataError
-from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Uniform
+from rowmesh.tables.update_rules import SGD
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 
 NUM_ROWS = 50

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rowmesh._support.faults import arm
 from rowmesh.data.schema import Categorical, Schema
-from rowmesh.faults import arm
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.observe.trace import write_trace
 from rowmesh.placement import Plan, TableShape
@@ -46,7 +46,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, name):
 
 
 def opened_for_writing(path):
-    """The lines of a module that write a file without `rowmesh.files`."""
+    """The lines of a module that write a file without `rowmesh._support.files`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             modes = {each.value for each in node.args[:1] if isinstance(each, ast.Constant)}
@@ -59,4 +59,4 @@ def opened_for_writing(path):
 @pytest.mark.parametrize("package", ["checkpoint", "cli", "observe", "placement", "report", "train"])
 def test_files_are_written_by_one_mechanism(package):
     found = [f"{path}:{line}" for path in (ROOT / package).rglob("*.py") for line in opened_for_writing(path)]
-    assert not found, "use rowmesh.files.atomic"
+    assert not found, "use rowmesh._support.files.atomic"

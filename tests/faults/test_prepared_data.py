@@ -17,16 +17,16 @@ import tomli_w
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rowmesh._support.faults import arm
 from rowmesh.data import Loader, PlantedConfig, Prepared, Schema
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.prepare import prepare
 from rowmesh.data.synthetic import synthesize
 from rowmesh.errors import ConfigurationError, DamagedFileError, DataError
-from rowmesh.faults import arm
-from rowmesh.train.commands import run_training
-from rowmesh.train.export import export
-from rowmesh.train.resolve import resolve
-from rowmesh.train.splits import check_same_data
+from rowmesh.run.commands import run_training
+from rowmesh.run.export import export
+from rowmesh.run.resolve import resolve
+from rowmesh.run.splits import check_same_data
 from tests.support.clicks import write_config
 from tests.support.commands import Finished
 from tests.support.prepared import forget_checksums
@@ -253,7 +253,7 @@ def test_a_folder_in_place_of_a_file_is_named(folder, name, older):
 
 
 def test_blocks_are_verified_once_a_run_and_not_before_they_are_read(folder, monkeypatch):
-    import rowmesh.files.verified as module
+    import rowmesh._support.files.verified as module
 
     read, real = [], module.xxhash.xxh3_64_hexdigest
     data = Prepared.open(folder)

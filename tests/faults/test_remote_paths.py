@@ -4,8 +4,8 @@ import pytest
 
 from rowmesh import Checkpoints, EmbeddingCollection, TableSpec
 from rowmesh.errors import ConfigurationError, RowmeshError
+from rowmesh.run.resolve import resolve
 from rowmesh.tables import Dynamic
-from rowmesh.train.resolve import resolve
 
 SCHEME = "has the scheme s3://"
 

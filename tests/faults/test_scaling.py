@@ -18,9 +18,9 @@ from rowmesh import (
     SparseBatch,
     TableSpec,
 )
-from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import TensorTrain, Uniform
+from rowmesh.tables.update_rules import SGD
 
 SCALE = 1024.0
 KINDS = {

@@ -7,8 +7,8 @@ import pytest
 
 from rowmesh.data import PlantedConfig
 from rowmesh.errors import DamagedFileError, DataError
-from rowmesh.train.commands import run_evaluation, run_training
-from rowmesh.train.resolve import resolve
+from rowmesh.run.commands import run_evaluation, run_training
+from rowmesh.run.resolve import resolve
 from tests.support.clicks import prepare_clicks
 
 SAMPLES = {"train": 300, "validation": 40, "test": 50}

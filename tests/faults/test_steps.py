@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, save
+from rowmesh._support.faults import arm
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
-from rowmesh.faults import arm
 from rowmesh.mesh import Mesh, SharedBuffer
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.waiting import gather_objects

@@ -23,7 +23,7 @@ MEET = f"""
 from dataclasses import replace
 from rowmesh import Mesh
 import sys
-from rowmesh.faults import arm, reach
+from rowmesh._support.faults import arm, reach
 from rowmesh.mesh import patience
 from rowmesh.mesh.waiting import barrier
 patience._SLACK_S = 0.0

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from rowmesh._support.faults import arm
+from rowmesh._support.files.manifest import contents
 from rowmesh.cli.__main__ import main
 from rowmesh.data import PlantedConfig
-from rowmesh.faults import arm
-from rowmesh.files.manifest import contents
 from tests.support.clicks import prepare_clicks
 
 SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}

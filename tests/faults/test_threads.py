@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec, TensorTrainOptimizer
+from rowmesh._support.faults import arm
 from rowmesh.errors import RowmeshError
-from rowmesh.faults import arm
-from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import TensorTrain, Tiers, Uniform
+from rowmesh.tables.update_rules import SGD
 from rowmesh.tensor_train.module import TensorTrainEmbeddingBag
 from tests.support.threads import in_threads
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.mesh.bucketed_sums import BucketedSums
 from rowmesh.mesh.channel import Channel
 

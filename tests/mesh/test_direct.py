@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import PeerError
 from rowmesh.mesh.channel import Channel
 from tests.support.ranks import RankPool

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rowmesh.counters import CommonCounters
+from rowmesh._support.counters import CommonCounters
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, SharedSums, is_scattered
 

@@ -9,7 +9,7 @@ import pytest
 
 from rowmesh.errors import DataError, NoRoomError, PeerError, RowmeshError
 from rowmesh.mesh.plain import decode, encode, error_from_plain, error_to_plain
-from rowmesh.train.checks import DivergedError
+from rowmesh.run.checks import DivergedError
 
 ROOT = Path(__file__).parents[2] / "rowmesh"
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}

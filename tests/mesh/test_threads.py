@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh._support import control_groups
+from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.mesh import Mesh, threads
 from rowmesh.mesh.threads import fair_threads, fit_threads, share_of, warn_of_threads
-from rowmesh.observe import control_groups
 from rowmesh.tables import TableSpec
 
 EIGHT = frozenset(range(8))

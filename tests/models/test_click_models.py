@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rowmesh.embeddings import Embeddings
+from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import ConfigurationError
 from rowmesh.models import (
     DLRM,

@@ -3,8 +3,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rowmesh.observe import CounterLog, JsonLines
-from rowmesh.observe.counters import Source
+from rowmesh._support.json_lines import JsonLines
+from rowmesh.observe.counters import CounterLog, Source
 
 
 @dataclass

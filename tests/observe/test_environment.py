@@ -1,6 +1,6 @@
 import json
 
-from rowmesh.observe import environment_report, environment_text
+from rowmesh.observe.environment import environment_report, environment_text
 
 
 def test_report_is_json_and_text_names_every_value(monkeypatch):

@@ -4,7 +4,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rowmesh.observe import PartsProgress, Progress
+from rowmesh.observe.progress import PartsProgress, Progress
 
 
 class Terminal(io.StringIO):

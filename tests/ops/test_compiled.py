@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 import rowmesh
-from rowmesh.faults import arm
+from rowmesh._support.faults import arm
 from rowmesh.ops import compiled as module
 
 SOURCE = """

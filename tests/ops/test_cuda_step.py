@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rowmesh.ops.merge_update import reference
-from rowmesh.optim import AdaGrad
 from rowmesh.placement import AddressMap, Plan, RowRange, TablePlan, TableShape
+from rowmesh.tables.update_rules import AdaGrad
 from tests.support.triton import kernels_of, refusing_waits
 
 pytestmark = pytest.mark.triton

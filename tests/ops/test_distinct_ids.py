@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from rowmesh.dynamic.hashing import seed_of, shard_of
 from rowmesh.ops.distinct_ids import DistinctIds, reference
+from rowmesh.tables.dynamic.hashing import seed_of, shard_of
 
 IDS = st.one_of(st.integers(-5, 5), st.sampled_from([-(2**63), 2**63 - 1, 2**32]))
 LISTS = st.lists(st.lists(st.tuples(IDS, st.integers(1, 2**40)), max_size=60), min_size=1, max_size=3)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rowmesh.dynamic import shard_of
-from rowmesh.dynamic.asked import DynamicTable
-from rowmesh.dynamic.asking import Asked, RequestRouter
-from rowmesh.dynamic.layout import shards_of
-from rowmesh.dynamic.mail import Letter, LocalMail
+from rowmesh.exchange.resolve.asked import DynamicTable
+from rowmesh.exchange.resolve.asking import Asked, RequestRouter
+from rowmesh.exchange.resolve.mail import Letter, LocalMail
 from rowmesh.mesh.grid import Grid
 from rowmesh.ops.memory import array_at
 from rowmesh.tables import Dynamic, TableSpec, Uniform
+from rowmesh.tables.dynamic.hashing import shard_of
+from rowmesh.tables.dynamic.layout import shards_of
 
 SHARDS = {"user": 5, "item": 8}
 

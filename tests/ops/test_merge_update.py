@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from rowmesh.ops.merge_update import Merger, Singles, reference, sum_kernels, sum_merged, update
 from rowmesh.ops.merge_update.cpu import update_kernels
 from rowmesh.ops.simd import BFLOAT16, COMPUTE_DTYPE, FLOAT32, STORAGE
-from rowmesh.optim import RULES, Adam
+from rowmesh.tables.update_rules import RULES, Adam
 from tests.support.memory import Vast
 
 DIMS = [1, 3, 10, 16, 17, 64, 100, 130, 300]

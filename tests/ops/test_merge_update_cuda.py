@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.merge_update import reference
-from rowmesh.optim import RULES, Adam
+from rowmesh.tables.update_rules import RULES, Adam
 from tests.support.memory import Vast
 from tests.support.triton import kernels_of
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from rowmesh.ops.merge_update import reference as rules
 from rowmesh.ops.tensor_train import reference
 from rowmesh.ops.tensor_train import shape as tiles
-from rowmesh.optim import RULES
+from rowmesh.tables.update_rules import RULES
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rowmesh.ops.update_slices import reference
-from rowmesh.optim import RULES
+from rowmesh.tables.update_rules import RULES
 from tests.support.triton import kernels_of
 
 pytestmark = pytest.mark.triton

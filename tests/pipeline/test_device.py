@@ -11,18 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.exchange.micro_batch_group import OnDevice
 from rowmesh.mesh import Mesh
 from rowmesh.ops.window import FINAL, DeviceWindow
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
 from rowmesh.pipeline.streams import DeviceStreams
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.devices import assert_same_counts
 from tests.support.jobs import pipelined_jobs
 from tests.support.plans import with_copies
@@ -31,7 +32,6 @@ from tests.support.streams import LateDeviceStreams
 from tests.support.tables import table
 from tests.support.training import train
 from tests.support.triton import find_device, kernels_of, refusing_waits
-from tests.test_equivalence import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped

@@ -10,12 +10,12 @@ import torch
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh.data import Batch
 from rowmesh.errors import NoRoomError
-from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Tiers
+from rowmesh.tables.update_rules import SGD
+from tests.collection.test_equivalence import assert_same_bits
 from tests.pipeline.test_device import IN_TURN, JOB, on_device
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_same_bits
 
 pytestmark = pytest.mark.triton
 kernels_of("pool")  # or all are skipped

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.data import Batch
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
@@ -14,6 +14,7 @@ from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipelines
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec, Tiers
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.pipeline.test_device import IN_TURN
 from tests.support.devices import READ, assert_same_counts, device_of
 from tests.support.plans import in_groups, make_plan, with_copies
@@ -22,7 +23,6 @@ from tests.support.streams import LateDeviceStreams
 from tests.support.tables import table
 from tests.support.training import train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close, assert_same_bits
 from tests.test_tensor_train_tables import cored
 
 pytestmark = pytest.mark.triton

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, TableSpec
 from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.optim import SGD, Adam
 from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
+from rowmesh.tables.update_rules import SGD, Adam
+from tests.collection.test_equivalence import assert_close, assert_same_bits, on_ranks
 from tests.support.jobs import pipelined_jobs, placed
 from tests.support.plans import in_groups, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.training import merged, train, train_reference
-from tests.test_equivalence import assert_close, assert_same_bits, on_ranks
 
 TABLES = (
     TableSpec(name="user", num_rows=40, dim=16, features=("user", "friend"), dtype=torch.float64),

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.data import Batch
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec

@@ -10,9 +10,9 @@ import torch
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, NoRoomError
-from rowmesh.optim import SGD, Adam
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Tiers
+from rowmesh.tables.update_rules import SGD, Adam
 from tests.support.scenario import Scenario
 from tests.support.training import merged, train
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from rowmesh._support.faults import VARIABLE, arm
 from rowmesh.errors import ConfigurationError, DataError, StoreError
-from rowmesh.faults import VARIABLE, arm
 from rowmesh.ops.initialize import initialize
 from rowmesh.publish import Changes, PublishedReader, PublishedTable, Publisher, open_target
 from rowmesh.tables import Constant, Uniform

@@ -11,8 +11,8 @@ import tomli_w
 from rowmesh.data import PlantedConfig
 from rowmesh.errors import RowmeshError
 from rowmesh.report.run_page import write_run_report
-from rowmesh.train.commands import run_training
-from rowmesh.train.resolve import resolve
+from rowmesh.run.commands import run_training
+from rowmesh.run.resolve import resolve
 from tests.support.clicks import prepare_clicks, write_config
 
 FILES = (

@@ -10,7 +10,7 @@ from rowmesh.errors import RowmeshError
 from rowmesh.observe.trace import Event, write_trace
 from rowmesh.report.run_page import run_report, write_run_report
 from rowmesh.report.run_record import read_run
-from rowmesh.train.run_folder import RunFolder
+from rowmesh.run.run_folder import RunFolder
 from tests.report.test_plan_page import Page
 from tests.support.chromium import Chromium, find_chromium
 from tests.support.written_runs import ABOUT, write_run

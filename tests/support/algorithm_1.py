@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from rowmesh.mesh.grid import Grid, Together
 from rowmesh.ops.initialize.reference import values as initial_values
-from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad, UpdateRule
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad, UpdateRule
 from tests.support.scenario import Scenario
 from tests.support.training import HEAD_LR, Head, Trained, sum_sequence
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.errors import ConfigurationError, IdRangeError, RowmeshError
 from rowmesh.mesh import Mesh
-from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from rowmesh.tables.update_rules import SGD, RowWiseAdaGrad
 from tests.support.training import joined
 
 TABLES = (

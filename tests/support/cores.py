@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rowmesh.ops.tensor_train.reference import rows
-from rowmesh.optim import SGD, AdaGrad, Adam
 from rowmesh.tables import TableSpec
 from rowmesh.tables.cores import draw_cores
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam
 
 
 class ReferenceCores:

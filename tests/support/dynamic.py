@@ -16,21 +16,21 @@ import numpy as np
 import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
+from rowmesh.collection.outputs import Embeddings
 from rowmesh.data import Batch
-from rowmesh.dynamic import Decisions
-from rowmesh.dynamic.event_clock import NO_TIME
-from rowmesh.dynamic.reference import ReferenceShards
-from rowmesh.dynamic.state import Statistics
-from rowmesh.embeddings import Embeddings
 from rowmesh.errors import DataError, NoRoomError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.initialize import initialize
-from rowmesh.optim import SGD
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline.schedule import Task
 from rowmesh.tables import Dynamic, Uniform
+from rowmesh.tables.dynamic.event_clock import NO_TIME
+from rowmesh.tables.dynamic.hooks import Decisions
+from rowmesh.tables.dynamic.reference import ReferenceShards
+from rowmesh.tables.dynamic.state import Statistics
 from rowmesh.tables.initializer import table_key
+from rowmesh.tables.update_rules import SGD
 from tests.support.tables import OPTIMIZERS
 
 BOUND, MOST_ID = 0.5, 64

@@ -1,7 +1,8 @@
 """Averaged replicas of dynamic tables in plain Python: dictionaries of what each group knows, and a dense table each.
 
 A group is a collection of one rank, whose batch is that of all its ranks; so gradients must be whole numbers where it
-has several. Every so many steps the rule of averages, as `rowmesh.dynamic.merging` states it, is applied to all groups.
+has several. Every so many steps the rule of averages, as `rowmesh.exchange.resolve.merging` states it, is applied to
+all groups.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import numpy as np
 import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
-from rowmesh.dynamic.hashing import shard_of
-from rowmesh.dynamic.reference import _Entry
-from rowmesh.dynamic.state import MAX
 from rowmesh.errors import NoRoomError
+from rowmesh.tables.dynamic.hashing import shard_of
+from rowmesh.tables.dynamic.reference import _Entry
+from rowmesh.tables.dynamic.state import MAX
 from rowmesh.tables.spec import with_moment_scale
 from tests.support.dynamic import IDS, Seen, Stream, Vectors, _detached, _loss, _Oracle, _plain, initial_row, vectors_of
 
@@ -28,7 +29,7 @@ class _Group:
     """One replica group."""
 
     def __init__(self, stream: Stream, ranks: range, num_groups: int) -> None:
-        with patch("rowmesh.collection.with_moment_scale", lambda spec, _: with_moment_scale(spec, num_groups)):
+        with patch("rowmesh.collection.module.with_moment_scale", lambda spec, _: with_moment_scale(spec, num_groups)):
             self.embeddings = EmbeddingCollection(stream.specs(is_dynamic=False))
         self.stream, self.ranks = stream, ranks
         self.optimizer = EmbeddingOptimizer(self.embeddings)

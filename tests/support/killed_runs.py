@@ -14,12 +14,12 @@ from unittest import mock
 import torch
 
 from rowmesh import checkpoint
+from rowmesh._support.faults import arm
 from rowmesh.checkpoint.manifest import DENSE
 from rowmesh.checkpoint.rows import SavedRows
-from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
-from rowmesh.train.commands import run_training
-from rowmesh.train.resolve import resolve
+from rowmesh.run.commands import run_training
+from rowmesh.run.resolve import resolve
 
 KILLED = "injected fault"
 _TIMES = ("time", "samples_per_s", "memory_bytes", "memory_bytes_by_rank", "waited_for_data_share", "exposed_share")

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rowmesh.dynamic.reference import ReferenceShards
+from rowmesh.tables.dynamic.reference import ReferenceShards
 from tests.support.scenario import Scenario
 
 

@@ -104,8 +104,8 @@ def _meeting(ranks: int) -> tuple[Any, dict[str, str]]:
 
 
 def _be_rank(words: list[str], environment: dict[str, str], output: Path, faults: str) -> None:
+    from rowmesh._support.faults import arm
     from rowmesh.cli.__main__ import main  # in the ranks alone
-    from rowmesh.faults import arm
 
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"

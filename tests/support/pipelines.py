@@ -18,7 +18,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.exchange.window import Window
@@ -26,7 +27,6 @@ from rowmesh.mesh import Mesh
 from rowmesh.mesh import mesh as mesh_module
 from rowmesh.ops.memory import Buffer, Memory, Scratch, array_at
 from rowmesh.ops.window import FINAL
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline import pipeline as pipeline_module
 from rowmesh.pipeline.schedule import After, Schedule, Task, make_schedule

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
-from rowmesh.dynamic.hashing import shard_of
+from rowmesh._support.faults import arm
 from rowmesh.errors import RowmeshError, StoreError
-from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic, Uniform
+from rowmesh.tables.dynamic.hashing import shard_of
 
 RULES = {
     "item": Dynamic(capacity=6, shards=2),

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+from rowmesh._support.faults import arm
 from rowmesh.checkpoint import read_manifest, snapshot
 from rowmesh.checkpoint.manifest import DENSE
-from rowmesh.faults import arm
 
 PATIENCE_S = 60.0
 

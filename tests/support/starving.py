@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh._support.faults import arm
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.errors import RowmeshError
-from rowmesh.faults import arm
 from rowmesh.mesh import Mesh
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.pipeline import Pipeline
 from tests.support.pipelines import pipeline_threads, same
 from tests.support.scenario import Scenario

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables import Normal, TableSpec, Uniform
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 
 OPTIMIZERS = {
     "sgd": SGD(lr=0.3),

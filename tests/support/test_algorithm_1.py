@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rowmesh.optim import RULES, SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables import TableSpec, Uniform
+from rowmesh.tables.update_rules import RULES, SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support.algorithm_1 import Algorithm1, train_algorithm_1
 from tests.support.scenario import Scenario
 from tests.support.training import train_reference

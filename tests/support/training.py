@@ -14,16 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import rowmesh
-from rowmesh.collection import EmbeddingCollection
-from rowmesh.counters import CommonCounters, GroupCounters
-from rowmesh.embeddings import Embeddings, LocalRows
+from rowmesh._support.counters import CommonCounters, GroupCounters
+from rowmesh.collection.joint_optimizer import JointOptimizer
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
+from rowmesh.collection.outputs import Embeddings, LocalRows
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
-from rowmesh.optim import SGD, AdaGrad, Adam, EmbeddingOptimizer, JointOptimizer, RowWiseAdaGrad
 from rowmesh.pipeline import BatchInFlight, Pipeline
 from rowmesh.sparse import PositionWeights, SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support import sanitizer
 from tests.support.cores import ReferenceCores, joined_cores
 from tests.support.known_ids import KnownIds

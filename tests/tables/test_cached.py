@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowmesh import faults
+from rowmesh._support import faults
+from rowmesh._support.faults import arm
 from rowmesh.errors import ConfigurationError, NoRoomError, RowmeshError
-from rowmesh.faults import arm
 from rowmesh.ops.merge_update import Singles
-from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tables import CachedArena, DenseArena, FileStore, MemoryStore, Normal, PinnedRows, TableSpec, fuse
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support.triton import find_device, kernels_of
 
 NUM_A, NUM_SLOTS = 25, 60

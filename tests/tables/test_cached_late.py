@@ -10,7 +10,6 @@ import torch
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.group import never
 from rowmesh.ops.streams import Mark, Stream
-from rowmesh.optim import RowWiseAdaGrad
 from rowmesh.tables import (
     CachedArena,
     DenseArena,
@@ -23,6 +22,7 @@ from rowmesh.tables import (
     fuse,
 )
 from rowmesh.tables.cache_memory import CacheMemory, Copier, Uses
+from rowmesh.tables.update_rules import RowWiseAdaGrad
 from tests.support.streams import Machine, Real
 from tests.support.triton import kernels_of
 

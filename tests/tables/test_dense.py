@@ -6,10 +6,10 @@ import torch
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.initialize.reference import values
-from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.tables import DenseArena, TableSpec, Uniform, fuse
 from rowmesh.tables.initializer import table_key
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support.triton import find_device
 
 RULES = [SGD(), AdaGrad(initial_accumulator=0.5), RowWiseAdaGrad(initial_accumulator=0.25), Adam()]

@@ -2,8 +2,8 @@
 
 import torch
 
-from rowmesh.optim import SGD, Adam
 from rowmesh.tables import Constant, TableSpec, fuse
+from rowmesh.tables.update_rules import SGD, Adam
 
 
 def table(name, **options):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim import SGD, AdaGrad, RowWiseAdaGrad
 from rowmesh.tables import TableSpec, TensorTrain
+from rowmesh.tables.update_rules import SGD, AdaGrad, RowWiseAdaGrad
 
 
 def test_defaults():

@@ -5,7 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim import SGD
+from rowmesh.tables.update_rules import SGD
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 from tests.support.ranks import RankPool
 

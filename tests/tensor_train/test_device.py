@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from rowmesh.errors import ConfigurationError, IdRangeError
-from rowmesh.optim import SGD, AdaGrad, Adam
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer, module
 from tests.support.triton import find_device, kernels_of, refusing_waits
 from tests.tensor_train.test_module import jagged

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.optim import SGD, AdaGrad, Adam, RowWiseAdaGrad
+from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from rowmesh.tensor_train import TensorTrainEmbeddingBag, TensorTrainOptimizer
 
 RULES = {

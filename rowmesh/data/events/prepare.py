@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rowmesh
+from rowmesh._support.files.checksums import Checksums
+from rowmesh._support.files.folder import replacing_folder
 from rowmesh.data.events.core import Core, find_core
 from rowmesh.data.events.read import CodedEvents, read_events
 from rowmesh.data.events.schema import EventSchema, EventSplit
@@ -20,8 +22,6 @@ from rowmesh.data.progress import Progress, silent
 from rowmesh.data.quarantine import Quarantine
 from rowmesh.data.request import stamp, unchanged
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.files.checksums import Checksums
-from rowmesh.files.folder import replacing_folder
 
 FORMAT_VERSION = 1
 PART_EVENTS = 1 << 22

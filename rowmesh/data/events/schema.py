@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rowmesh._support.suggest import hint
 from rowmesh.data.schema import UNIX_TIME, ScoringSchema, check_time_format
 from rowmesh.errors import ConfigurationError
-from rowmesh.suggest import hint
 
 _NO_LABEL = "(no label)"
 

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from rowmesh._support.suggest import hint
 from rowmesh.data.parquet import KnownForms
 from rowmesh.data.prepared import Split, Table
 from rowmesh.data.raw.files import FileSource
@@ -22,7 +23,6 @@ from rowmesh.data.raw.streams import RedisStream
 from rowmesh.data.scales import DenseScale
 from rowmesh.data.schema import Schema
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.suggest import hint
 
 _SERVERS = ("redis://", "rediss://", "unix://")
 

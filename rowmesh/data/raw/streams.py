@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rowmesh import extras
+from rowmesh._support import extras
 from rowmesh.data.quarantine import BadRows
 from rowmesh.data.raw.source import Chunk, Position
 from rowmesh.data.schema import Schema

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rowmesh import extras
+from rowmesh._support import extras
 
 
 def load_louvain() -> Any:

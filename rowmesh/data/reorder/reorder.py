@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import rowmesh
+from rowmesh._support.files.folder import replacing_folder
+from rowmesh._support.files.manifest import Manifest
 from rowmesh.data.prepared import PREPARED, Prepared, Table
 from rowmesh.data.progress import Progress, silent
 from rowmesh.data.reorder.communities import load_louvain
@@ -15,8 +17,6 @@ from rowmesh.data.reorder.options import ReorderOptions
 from rowmesh.data.reorder.order import TableOrder, find_order
 from rowmesh.data.reorder.rewrite import rewrite
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.files.folder import replacing_folder
-from rowmesh.files.manifest import Manifest
 
 MIN_ROWS = 10_000
 

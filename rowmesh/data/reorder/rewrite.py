@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from rowmesh._support.files.checksums import Checksums
 from rowmesh.data.bijection import Bijection
 from rowmesh.data.codes import map_ids
 from rowmesh.data.prepared import (
@@ -22,7 +23,6 @@ from rowmesh.data.prepared import (
 from rowmesh.data.progress import Progress
 from rowmesh.data.window import SplitFile
 from rowmesh.data.writer import SplitWriter
-from rowmesh.files.checksums import Checksums
 
 OTHER_FILES = ("quarantine.jsonl",)
 

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, cast
 
+from rowmesh._support.suggest import nearest
 from rowmesh.errors import ConfigurationError
-from rowmesh.suggest import nearest
 
 BUILT_IN = ("tensorboard", "wandb", "mlflow")
 """Each an extra of rowmesh and a package of that name."""

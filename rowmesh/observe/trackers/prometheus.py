@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rowmesh._support.files.atomic import write_text
 from rowmesh.errors import ConfigurationError
-from rowmesh.files.atomic import write_text
 from rowmesh.observe.trackers import TrackedRun
 
 _BEGIN = b"# TYPE rowmesh_"

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rowmesh.observe.records import RecordFile
+from rowmesh._support.records import RecordFile
 from rowmesh.observe.trackers import TrackedRun, Tracker
 
 

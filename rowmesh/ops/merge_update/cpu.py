@@ -73,7 +73,7 @@ def change_row(
     row_bytes,
     state_bytes,
 ):
-    """One row and its state, given its summed gradient; the formulas of `rowmesh.optim.rules`, numbers of `rounded`."""
+    """One row and its state, given its summed gradient: formulas of `tables.update_rules`, numbers of `rounded`."""
     lr, scaling, eps, beta1, beta2, rest1, rest2, correction, decay = scalars
     gradient = scale(scaling, gradient)
     address = arena + slot * row_bytes

@@ -234,7 +234,7 @@ def change(
     RULE: tl.constexpr,
     DECAYS: tl.constexpr,
 ):
-    """Rows and their states, given the gradients; the formulas of `rowmesh.optim.rules`.
+    """Rows and their states, given the gradients; the formulas of `rowmesh.tables.update_rules`.
 
     `at` are offsets of elements, `slot` those of whole rows. Numbers come as float64, so that 1 − β is exact before it
     is rounded, and states are of the type of the arithmetic.

@@ -29,7 +29,7 @@ def update(
     moment_scale: float = 1.0,
     weight_decay: float = 0.0,
 ) -> None:
-    """Applies one step of a rule to distinct rows, in place; see `rowmesh.optim.rules` for the formulas."""
+    """Applies one step of a rule to distinct rows, in place; see `rowmesh.tables.update_rules` for the formulas."""
     g = grads
     rows = weights[slots].to(g.dtype)
     if rule == "adam":

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rowmesh import extras
+from rowmesh._support import extras
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rowmesh import extras
+from rowmesh._support import extras
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement.baselines.partitioned import judge
 from rowmesh.placement.baselines.partitions import Partitions

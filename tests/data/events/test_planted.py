@@ -9,8 +9,8 @@ from rowmesh.data.events import Sequences
 from rowmesh.data.events.planted import PlantedEvents, _scores, _walk, synthesize_events
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.mesh import Mesh
-from rowmesh.train.sequence.ranking import Standings
-from rowmesh.train.sequence.ranking_metrics import RankingMetrics
+from rowmesh.run.sequence.ranking import Standings
+from rowmesh.run.sequence.ranking_metrics import RankingMetrics
 
 SMALL = PlantedEvents(num_users=600, num_items=200, num_groups=5, mean_events=24, seed=3)
 

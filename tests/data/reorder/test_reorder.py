@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from rowmesh._support.files.manifest import Manifest
 from rowmesh.data import Loader, Prepared, ReorderOptions, reorder
 from rowmesh.data.reorder import order as order_module
 from rowmesh.data.reorder.groups import count_prefixes
 from rowmesh.data.writer import SplitWriter
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
-from rowmesh.files.manifest import Manifest
 from tests.support.cooccurrence import BATCH, draw_batches, prepare_batches
 
 OPTIONS = ReorderOptions(batch_size=BATCH, max_edges=200_000)

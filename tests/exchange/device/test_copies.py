@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.mesh import Mesh
-from rowmesh.optim import EmbeddingOptimizer
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.devices import READ, assert_same_counts, device_of, train_again, train_on_device
 from tests.support.plans import RULES, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
 from tests.support.training import train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close, assert_same_bits
 from tests.test_plans import totals
 
 pytestmark = pytest.mark.triton

@@ -7,20 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.errors import IdRangeError
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.optim import AdaGrad, EmbeddingOptimizer
 from rowmesh.placement import Plan, TableShape
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
+from rowmesh.tables.update_rules import AdaGrad
+from tests.collection.test_equivalence import assert_close
 from tests.support.devices import train_again, train_on_device
 from tests.support.plans import RULES, make_plan, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
 from tests.support.training import merged, train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close
 from tests.test_plans import assert_equal
 
 pytestmark = pytest.mark.triton

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.exchange.shard_group import one_hop
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.optim import SGD
 from rowmesh.placement import Plan
 from rowmesh.tables import TableSpec, Uniform
+from rowmesh.tables.update_rules import SGD
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.devices import assert_same_counts, train_on_device
 from tests.support.plans import RULES, make_plan
 from tests.support.scenario import Scenario
 from tests.support.tables import table
 from tests.support.training import train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.triton
 kernels_of("route")  # or all are skipped

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.optim import EmbeddingOptimizer
+from tests.collection.test_equivalence import assert_same_bits
 from tests.support.devices import READ, assert_same_counts, batch, device_of, push_on_some, train_on_own, two_tables
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_same_bits
 from tests.test_tensor_train_tables import cored
 
 pytestmark = [pytest.mark.triton, READ]

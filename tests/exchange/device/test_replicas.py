@@ -9,21 +9,22 @@ import pytest
 import torch
 
 from rowmesh.checkpoint import load, save
-from rowmesh.collection import EmbeddingCollection
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.collection.optimizer import EmbeddingOptimizer
+from rowmesh.collection.state_form import in_form
 from rowmesh.exchange import replica_rows
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.optim import SGD, EmbeddingOptimizer, RowWiseAdaGrad
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.sparse import SparseBatch
-from rowmesh.state_form import in_form
 from rowmesh.tables import Constant, TableSpec, Uniform
+from rowmesh.tables.update_rules import SGD, RowWiseAdaGrad
+from tests.collection.test_equivalence import assert_close, assert_same_bits
 from tests.support.devices import train_again, train_on_device
 from tests.support.plans import in_groups, with_copies
 from tests.support.scenario import Scenario
 from tests.support.tables import table
 from tests.support.training import train
 from tests.support.triton import kernels_of
-from tests.test_equivalence import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.triton
 kernels_of("average")  # or all are skipped

@@ -1,6 +1,6 @@
 import pytest
 
-from rowmesh.faults import arm
+from rowmesh._support.faults import arm
 from rowmesh.observe.trackers import tensorboard
 
 

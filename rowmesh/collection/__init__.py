@@ -1,0 +1,1 @@
+"""An EmbeddingCollection at work: rows become vectors, gradients become steps."""

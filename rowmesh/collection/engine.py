@@ -1,0 +1,934 @@
+"""Engine: the tables of an `EmbeddingCollection` at work, as the collection, an optimizer and a pipeline drive them.
+
+It has the rows (`ShardGroups`), the way from batches to vectors (router, outputs), gradients that wait for a push, and
+the step count. In place of the four verbs a pipeline drives windows: `make_window`, `pool_part`, `update_window`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, count
+from threading import Event
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowmesh._support.faults import reach
+from rowmesh._support.gate import Gate
+from rowmesh.collection.freezing import freeze
+from rowmesh.collection.gradient_norm import are_finite, gradient_norm
+from rowmesh.collection.outputs import Embeddings, Outputs
+from rowmesh.collection.pending import Pending
+from rowmesh.errors import (
+    ConfigurationError,
+    DataError,
+    IdRangeError,
+    NoRoomError,
+    PeerError,
+    RefusedError,
+    RowmeshError,
+    StoreError,
+)
+from rowmesh.exchange.agreement import Agreement
+from rowmesh.exchange.cores import CoreShardGroup
+from rowmesh.exchange.dynamic_means import DynamicMeans
+from rowmesh.exchange.group import GroupExchange
+from rowmesh.exchange.handshake import Step, StepRefusedError, agree_to_migrate
+from rowmesh.exchange.micro_batch import Windows, make_windows
+from rowmesh.exchange.migration import Moved
+from rowmesh.exchange.resolve.asked import DynamicTable
+from rowmesh.exchange.resolve.collected import make_resolver
+from rowmesh.exchange.resolve.known import KnownRows, known_rows
+from rowmesh.exchange.resolve.pins import BatchPin
+from rowmesh.exchange.resolve.resolver import Resolver, Resolving, plain_of
+from rowmesh.exchange.route import AnyRouteGroup, Route
+from rowmesh.exchange.router import make_router
+from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
+from rowmesh.exchange.window import Form, Window, WindowMaker
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.failures import FailureMark
+from rowmesh.mesh.waiting import broadcast_object, gather_objects
+from rowmesh.ops.sole import are_sole
+from rowmesh.placement import Plan, TableShape
+from rowmesh.placement.drift import Traffic
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables import DenseArena, RowStore, TableSpec, fuse
+from rowmesh.tables.cached import CachedArena
+from rowmesh.tables.cores import Cores
+from rowmesh.tables.dynamic.records import Records
+from rowmesh.tables.spec import names_of
+from rowmesh.tables.update_rules import Rate
+
+logger = logging.getLogger("rowmesh")
+_numbers = count()  # of the collections that this process has made
+
+
+class Rows:
+    """The fetched rows of a route; valid until the next push, which `pool` checks."""
+
+    __slots__ = ("num_pushes", "route")
+
+    def __init__(self, route: Route, num_pushes: int) -> None:
+        self.route = route
+        self.num_pushes = num_pushes
+
+
+class Driver(NamedTuple):
+    """A pipeline, as the engine whose rows it moves sees it.
+
+    Attributes:
+        step: takes the learning rates of a step.
+        forget: drops the gradients of a batch that waits for its step.
+        wait: returns when the steps so far are done and no thread uses the tables.
+        cancelled: when it is set, waits for rows of other ranks end.
+    """
+
+    step: Callable[[Sequence[Rate]], None]
+    forget: Callable[[], None]
+    wait: Callable[[], None]
+    cancelled: Event
+
+
+class Engine:
+    """Tables at work. Making one is collective.
+
+    Args:
+        tables: what to store.
+        plan: which ranks hold each row.
+        mesh: the ranks.
+        options: how rows travel and where they are.
+        seed: of the initial values.
+        device_name: as the device was asked for, for messages.
+
+    Attributes:
+        plan: which ranks hold each row now.
+        device: where rows are and vectors come out: the CPU too, where kernels of a GPU are interpreted.
+        groups: of tables that travel together.
+        outputs: makes vectors of rows.
+        router: finds the rows of batches.
+        shard_groups: rows and their transports.
+        exchanges: of all groups, in their order.
+        resolver: of dynamic tables; None where there are none.
+        pending: gradients that wait for a push.
+        traffic: where requests of batches that train are counted; None where they are not.
+        step_count: how many steps were taken.
+        num_migrations: how many plans were taken over.
+        num_sets: how often rows were set from outside.
+        stand_in: what stands in the place of rows for a while, which no step may change; "" where rows do.
+        failure: whether a step ended half way, on any rank.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        plan: Plan,
+        mesh: Mesh,
+        options: ShardOptions,
+        seed: int,
+        device_name: str,
+    ) -> None:
+        self.mesh, self.plan, self.options = mesh, plan, options
+        self.device = options.device or torch.device("cpu")
+        self._tables, self._device_name = tuple(tables), device_name
+        self._rows_mesh = mesh.with_process_group("tables")  # a pipeline sends rows while the program sends its own
+        self.groups = fuse(tables, plan.replicas)
+        self._group_names = tuple(group.name for group in self.groups)
+        self.outputs = Outputs(tables, self.groups, options.device)
+        shard_groups = ShardGroups(self._rows_mesh, plan, self.groups, options)
+        shard_groups.allocate()
+        self._take(shard_groups)
+        for exchange in self.exchanges:
+            held = exchange.address_map.held
+            exchange.arena.initialize(seed, [list(held(number)) for number in range(len(exchange.group.tables))])
+        self.shard_groups.connect()
+        self.failure = self._make_mark()
+        shares_memory = shard_groups.transport == "one_sided"
+        self.resolver = make_resolver(
+            self.exchanges, plan, mesh, seed, options.synchronization, shares_memory=shares_memory
+        )
+        if self.resolver is not None:
+            for means in self._dynamic_means:
+                means.resolver = self.resolver
+        indexed = () if self.resolver is None else self.resolver.device_tables
+        self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
+        self._under_way: weakref.WeakKeyDictionary[Route, SparseBatch] = weakref.WeakKeyDictionary()
+        self._last_pins: list[BatchPin] = []  # of batches whose gradients other replicas may still send
+        self.pending = Pending()
+        self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
+        self._fetching = threading.Lock()  # ranks number their fetches alike
+        self._driver: Driver | None = None
+        self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
+        self._window_maker = WindowMaker()
+        self.traffic: Traffic | None = None
+        self._num_fetches = self._num_pushes = 0
+        self._num_opened = 0  # steps whose batches a pipeline has opened
+        self._first_step = 1  # of the pipeline that began last
+        self._num_resolved = 0  # batches that dynamic tables had opened when a pipeline began
+        self._look_ups = count(1)  # numbers them for messages
+        self.step_count = self.num_migrations = self.num_sets = 0
+        self.stand_in = ""
+        logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
+
+    def _make_mark(self) -> FailureMark:
+        """Makes the mark by which ranks tell each other that a step of these tables ended half way. Collective."""
+        name, mesh = None, self._rows_mesh
+        if mesh.world_size > 1:
+            own = f"{mesh.run.rank}-{next(_numbers)}"
+            name = broadcast_object(mesh, own, "naming the tables of all ranks")
+        return FailureMark(mesh.failures, name)
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
+        rows = state = 0
+        buffers = self.outputs.pooling.num_bytes + self.router.num_bytes
+        buffers += self.shard_groups.num_bytes + self._window_maker.num_bytes
+        buffers += sum(windows.num_bytes for windows in self._windows)
+        for exchange in self.exchanges:
+            of_rows, of_state = exchange.arena.num_bytes
+            rows, state = rows + of_rows, state + of_state
+            buffers += exchange.arena.bookkeeping_bytes if isinstance(exchange.arena, CachedArena) else 0
+        return {"rows": rows, "optimizer state": state, "buffers": buffers}
+
+    # The four verbs
+
+    def look_up(self, batch: SparseBatch) -> Embeddings:
+        """Routes, fetches and pools a batch. Collective."""
+        if self._replicated:
+            self.flush_replicas()
+        with self.gate.reading:
+            if self.failure.text:
+                self.failure.check()
+            if self._driver is not None:
+                self._driver.wait()
+            route = self._route(batch, (next(self._look_ups), self.step_count))
+            try:
+                self._fetch(route)
+                if route.pin is not None:
+                    self._tell(route)
+                reach("engine.fetched")
+                found = self._pool(route)
+            except BaseException:  # it decides nothing then; also where other ranks do not know, see Resolver
+                if self.resolver is not None and route.pin is not None:
+                    self.resolver.take_back(route.pin)
+                raise
+            del route  # where nothing trains, it gives its memory back here, where Ctrl-C waits
+            return found
+
+    def refuse(self, error: Exception) -> None:
+        """Tells the other ranks, in the place of a look-up, that this one cannot make its batch; it raises the error.
+
+        They raise RefusedError in theirs. No-op without dynamic tables, where look-ups of all ranks begin by no message
+        of their own, and in a pipeline's loop, where other batches are looked up meanwhile.
+        """
+        if self.resolver is not None and self._driver is None:
+            self.resolver.refuse(error)
+
+    def route(self, batch: SparseBatch) -> Route:
+        """Finds the unique ids of a batch, their owners, and the way back; no communication but for dynamic tables."""
+        with self.gate.reading:
+            self.wait()
+            route = self._route(batch, (next(self._look_ups), self.step_count))
+            self._tell(route)
+            return route
+
+    def fetch(self, route: Route) -> Rows:
+        """Makes the rows of a route readable. Collective."""
+        self.flush_replicas()
+        with self.gate.reading:
+            self.wait()
+            self._fetch(route)
+            return Rows(route, self._num_pushes)
+
+    def pool(self, rows: Rows) -> Embeddings:
+        """The vectors of fetched rows."""
+        with self.gate.reading:
+            if rows.num_pushes != self._num_pushes:
+                raise RowmeshError("rows were fetched before a push and are stale; fetch the route again")
+            return self._pool(rows.route)
+
+    def push(self, routes: Sequence[Route] | None, rates: Sequence[Rate]) -> None:
+        """Sends the gradients of routes, by default of all that wait, to the owners, which update rows. Collective."""
+        self._check_free("rows are updated")
+        with self.gate.writing:
+            if self.failure.text:
+                self.failure.check()
+            if self._replicated:
+                self._flush()
+            step = Step(self.step_count + 1, rates, self._group_names)
+            taken = self.pending.choose(routes)
+            if (refusal := self._prepare(taken, step)) is not None:
+                raise self._refused(step, refusal)
+            try:
+                for each in self._all:
+                    each.apply()
+                self._num_pushes += 1
+                self.step_count += 1
+                self.pending.remove(taken, self._num_pushes)
+                for exchange in self.exchanges:
+                    exchange.counters.pushes += 1
+                if self.resolver is not None:
+                    self._end([route.pin for route in taken if route.pin is not None])
+            except (NoRoomError, StoreError):  # of averaged replicas, which then make nothing one, on all ranks alike
+                raise
+            except BaseException as error:
+                error.add_note(f"step {step.number} ended half way; its tables cannot be used any more")
+                self._fail(step.number, error)
+                raise
+            del taken  # routes give their memory back here, where Ctrl-C waits
+
+    # [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`
+
+    def _prepare(self, routes: Sequence[Route], step: Step) -> Exception | None:
+        """Prepares a step, and agrees on it with all ranks; returns why none takes it, None where all do."""
+        refusal = None
+        try:
+            reach("engine.push")
+            for each in self._all:
+                each.prepare(routes, step)
+        except Exception as error:
+            refusal = error
+        try:
+            for each in self._all:
+                refusal = each.agree(step, refusal)
+        except PeerError as error:
+            if not error.is_common:
+                self._fail(step.number, error)
+            self._withdraw()
+            raise
+        except BaseException as error:
+            self._fail(step.number, error)
+            self._withdraw()
+            raise
+        if refusal is not None:
+            self._withdraw()
+        return refusal
+
+    def _withdraw(self) -> None:
+        for each in self._all:
+            each.withdraw()
+
+    def _refused(self, step: Step, refusal: Exception) -> Exception:
+        """The error for a step that no rank has taken: why this rank could not, or which other one."""
+        rest = (
+            f"step {step.number} was not taken, on no rank: no row has changed, and gradients are kept; call step() "
+            "again, or drop them by zero_grad()"
+        )
+        if isinstance(refusal, (IdRangeError, PeerError)) and not isinstance(refusal, StepRefusedError):
+            self.pending.clear()  # a device looked up ids that are no rows, on this rank or on another
+            rest = f"step {step.number} was not taken, on no rank: no row has changed, and gradients are dropped"
+        mine = None if isinstance(refusal, StepRefusedError) else f"{type(refusal).__name__}: {refusal}"
+        everyone = gather_objects(self._agreeing, mine, "telling why a step is not taken")
+        if mine is not None:
+            refusal.add_note(rest)
+            return refusal
+        named = self._agreeing.name
+        why = "; ".join(f"rank {named(rank)} cannot take it: {each}" for rank, each in enumerate(everyone) if each)
+        return PeerError(f"rank {self._rows_mesh.rank}: {rest}; {why}")
+
+    @property
+    def _agreeing(self) -> Mesh:
+        """The ranks that take a step together: all, but where averaged replicas step for themselves."""
+        alone = self._computed or [each for each in self._stored if not each.averages]
+        return self._rows_mesh if alone else min(self._stored, key=lambda each: each.replicas).mesh
+
+    def _fail(self, step: int, error: BaseException) -> None:
+        """A step ended half way, or ranks may disagree on whether it was taken: these tables are of no use any more."""
+        rank = self._rows_mesh.name(self._rows_mesh.rank)
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        self.failure.set(f"rank {rank} failed in step {step}, on which ranks had agreed ({what})")
+        for each in self._all:
+            each.fail(step)
+
+    def check_whole(self) -> None:
+        """Raises PeerError where a step ended half way, on this rank or, as far as it can be known now, on another."""
+        self.failure.look()
+        self.failure.check()
+
+    def _flush(self) -> None:
+        """Updates rows by the messages of other replicas. Collective."""
+        for each in self._replicated:
+            try:
+                each.flush()
+            except BaseException as error:
+                if each.is_half_done:
+                    self._fail(self.step_count, error)
+                raise
+
+    def _end(self, pins: list[BatchPin]) -> None:
+        """Batches have had their step. What replicas send of it comes before the next one ends."""
+        for pin in pins:
+            pin.begin_step()
+        done, self._last_pins = (self._last_pins, pins) if self._replicated else (pins, [])
+        for pin in done:
+            pin.end()
+
+    def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
+        if self.resolver is None:
+            route, again = self.router(batch, self.exchanges, moment), False
+        else:
+            again = self._is_computed_again(batch)
+            resolve = Resolving(self.resolver, time=batch.time, is_ahead=is_ahead, again=again)
+            try:
+                route = self.router(batch, self.exchanges, moment, resolve)
+            except Exception as error:
+                resolve.refuse(error)
+                raise
+            if torch.is_grad_enabled():
+                self.pending.drop_taken_back()
+                self._under_way[route] = batch
+        if self.traffic is not None and torch.is_grad_enabled() and not again:
+            for group in route.groups:
+                group.exchange.count_into(group, self.traffic)
+        return route
+
+    def _tell(self, route: Route) -> None:
+        """Tells hooks of dynamic tables what was decided of a batch; collective where there are some.
+
+        Raises:
+            RowmeshError: on all ranks alike, where a hook failed; what was decided was taken back.
+        """
+        if self.resolver is not None and route.pin is not None:
+            try:
+                self.resolver.tell(route.pin)
+            except BaseException:
+                self.resolver.take_back(route.pin)
+                raise
+
+    def _is_computed_again(self, batch: SparseBatch) -> bool:
+        """Whether a backward computes once more what it read of a batch under way, as activation checkpointing does.
+
+        A look-up that backward makes for the first time (`use_reentrant=True` looks up without gradients before) is one
+        like any other.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return False
+        return any(_are_equal(batch, other) for other in [*self._under_way.values()])
+
+    def _fetch(self, route: Route) -> None:
+        meanwhile = self.outputs.pooling.compress if torch.is_grad_enabled() else _nothing
+        with self._fetching:
+            self._num_fetches += 1
+            route.number = self._num_fetches
+            for each in self._stored:
+                each.fetch(route, meanwhile)
+        for each in self._computed:
+            each.fetch(route, meanwhile)
+
+    def _pool(self, route: Route) -> Embeddings:
+        if torch.is_grad_enabled():
+            route.thread, route.num_pushes = threading.get_ident(), self._num_pushes
+        batch = route.batch
+        return self.outputs(route.groups, batch, slice(0, batch.batch_size), partial(self._take_gradients, route))
+
+    def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
+        """Sums the gradients of equal ids; the route then waits for push."""
+        if route.has_gradients:
+            raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
+        # Peers read sums before the update; and several look-ups would each keep the gradient of its output.
+        may_wait = self.mesh.world_size == 1 and not self.pending
+        self.outputs.pooling.backward(route.groups, gradients, may_wait=may_wait)
+        route.has_gradients = True
+        self.pending.add(route)
+
+    def flush_replicas(self) -> None:
+        """Updates rows by the messages of other replicas, before a look-up reads them. Collective."""
+        if self._replicated:
+            self.wait()  # ranks would not agree on whether there are messages while a pipeline's step is being done
+        if any(each.needs_flush for each in self._replicated):
+            with self.gate.writing:
+                self.wait()
+                self._flush()
+
+    # What an optimizer asks for
+
+    def push_pending(self, rates: Sequence[Rate]) -> None:
+        """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
+        if self._driver is None:
+            self.push(None, rates)
+            return
+        if self.pending:
+            raise RowmeshError(
+                f"{len(self.pending)} batch(es) were looked up and had their backward beside the pipeline; take all "
+                "gradients of a step from the pipeline's micro-batches"
+            )
+        self._driver.step(rates)
+
+    @property
+    def num_backwards(self) -> int:
+        """How many look-ups had their backward so far, on this rank."""
+        return self.pending.num_added
+
+    def check_pending(self) -> bool:
+        """Whether the gradients that wait for a push are finite on all ranks; where not, the next backward drops them.
+
+        Collective: a message of its own.
+
+        Raises:
+            RowmeshError: a pipeline runs, which has sent gradients already.
+        """
+        if self._driver is not None:
+            raise self._is_sent("a GradScaler checks", "train in bfloat16, which needs no GradScaler")
+        self.pending.drop_refused()
+        pooling = self.outputs.pooling
+        mine = all(pooling.is_finite(route.groups) for route in self.pending.routes)
+        is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
+        if not is_finite and self.resolver is not None:  # perhaps those alone that are dropped anyway
+            guests = self._guests("checking gradients")
+            mine = mine or are_finite(self.exchanges, self.pending.routes, guests)
+            is_finite = all(gather_objects(self.mesh, mine, "checking gradients"))
+        if not is_finite:
+            self.pending.refuse()
+        return is_finite
+
+    def _guests(self, doing: str) -> dict[str, np.ndarray]:
+        """The rows of each dynamic table whose gradients are dropped. Collective."""
+        return {} if self.resolver is None else self.resolver.guests(doing)
+
+    def gradient_norm(self) -> float:
+        """The norm of the gradients that wait for a push, as `rowmesh.collection.gradient_norm` has it. Collective."""
+        if self._driver is not None:
+            raise self._is_sent("clipping reads", "clip the dense parameters alone (torch.nn.utils.clip_grad_norm_)")
+        if any(each.averages for each in self._stored):
+            raise ConfigurationError(
+                "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
+                "dense parameters alone, or take exact synchronization"
+            )
+        guests = self._guests("computing the norm of gradients")
+        return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes, guests)
+
+    def agree(self, value: float) -> list[float]:
+        """The values of all ranks. Collective."""
+        return gather_objects(self.mesh, value, "clipping gradients")
+
+    def discard_pending(self) -> None:
+        """Forgets gradients that were not pushed; under a pipeline, also those of the batch that waits for its step.
+
+        Raises:
+            RowmeshError: some micro-batches of a pipeline's batch had their backward, and others not yet.
+        """
+        self.pending.clear()
+        if self._driver is not None:
+            self._driver.forget()
+
+    # What a pipeline drives, in place of the four verbs
+
+    def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
+        """How the windows of each shard group travel. Collective.
+
+        Raises:
+            ConfigurationError: they cannot, on this device.
+        """
+        device = "cpu" if self.options.device is None else self._device_name
+        made = [
+            make_windows(each, form, finds_final=finds_final, verifies=verifies, device=device) for each in self._all
+        ]
+        self._windows.update(made)
+        return made
+
+    def agreement(self, use: str, width: int) -> Agreement:
+        """Makes an exchange of a few numbers, for use while rows are looked up and updated. Collective."""
+        shares_memory = self.shard_groups.transport == "one_sided"
+        return Agreement(self._rows_mesh, use, width, self.options.common, shares_memory=shares_memory)
+
+    def take_over(self, driver: Driver) -> None:
+        """Gives the rows and the steps of the optimizer to a pipeline.
+
+        Raises:
+            RowmeshError: another one has them, or runs on the same mesh.
+        """
+        with self.gate.writing:
+            self.check_whole()
+            if self._driver is not None:
+                raise self._is_driven("another one begins")
+            self._check_free("a pipeline begins")
+            self.mesh.claim("pipeline")
+            self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
+            self._num_opened, self._first_step = self.step_count, self.step_count + 1
+            self._note_merges()
+            if self.resolver is not None:
+                self._num_resolved = self.resolver.step
+
+    def prepare_to_take_back(self) -> None:
+        """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
+        self.mesh.end_claim("pipeline")
+
+    def take_back(self, last: int | None) -> None:
+        """Takes rows and steps back, when no thread of the pipeline uses them.
+
+        Args:
+            last: which step of dynamic tables the last batch opened that stands, −1 where none does: what later ones
+                decided is undone. None: nothing is.
+        """
+        if self.resolver is not None and last is not None and not self.resolver.is_opening:  # a thread left alone may
+            self.resolver.go_back_where_possible(self._num_resolved if last < 0 else last)
+        self._driver = self._rows_mesh.cancellation.event = None
+        for means in self._dynamic_means:
+            means.forget_ahead()
+        self.mesh.unclaim("pipeline")
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a pipeline runs, or a thread of one still sends."""
+        return self._driver is not None
+
+    def wait(self) -> None:
+        """Waits until a pipeline, if one runs, has done the steps so far; the four verbs do so by themselves.
+
+        Raises:
+            RowmeshError: one of its batches is half way, or it failed.
+            PeerError: a step ended half way, on this rank or on another.
+        """
+        self.failure.check()
+        if self._driver is not None:
+            self._driver.wait()
+
+    @staticmethod
+    def _is_driven(what: str) -> RowmeshError:
+        return RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {what}")
+
+    @staticmethod
+    def _is_sent(reader: str, instead: str) -> RowmeshError:
+        return RowmeshError(
+            f"a pipeline runs, and sends gradients of rows before the step: {reader} gradients that are gone by then; "
+            f"train in a plain loop (look-up, backward, optimizer step for each batch, without Pipeline), or {instead}"
+        )
+
+    def _check_free(self, doing: str) -> None:
+        """Raises RowmeshError where a pipeline has the rows, or something else stands in their place."""
+        if self._driver is not None:
+            raise self._is_driven(doing)
+        if self.stand_in:
+            raise RowmeshError(
+                f"{self.stand_in} stand in the place of rows and would be changed instead; leave the block of "
+                f"`AveragedRows.applied()`, or call its restore(), before {doing}"
+            )
+
+    def make_step(self, rates: Sequence[Rate], number: int = -1) -> Step:
+        """A step of all groups."""
+        return Step(number, rates, self._group_names)
+
+    @property
+    def is_decided_ahead(self) -> bool:
+        """Whether ranks decide together about each batch when it is routed: there are dynamic tables."""
+        return self.resolver is not None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks look some rows up in their replica group alone."""
+        return bool(self._replicated)
+
+    @property
+    def may_lack_undo(self) -> bool:
+        """Whether some batches cannot be taken back once they are routed: `can_undo` says which."""
+        return self.resolver is not None and bool(self.resolver.device_tables or self._dynamic_means)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the next batch can be taken back once it is routed."""
+        return self.resolver is None or self.resolver.can_undo
+
+    @property
+    def merges_next(self) -> bool:
+        """Whether averaged replicas of dynamic tables make one of what they know after the next batch is routed."""
+        return self.resolver is not None and self.resolver.merge_is_due
+
+    def pass_over(self, error: Exception | None) -> None:
+        """Takes the place of `route_ahead` on a rank that has no further batch, or none that can be routed.
+
+        Collective; for tables that are decided ahead. Returns where no rank has a batch, and raises RefusedError on all
+        ranks where one has.
+        """
+        assert self.resolver is not None
+        self.resolver.pass_over(None if error is None else plain_of(error))
+
+    def pass_over_averages(self, number: int) -> None:
+        """What a rank calls in place of `make_window` that has no such batch of a pipeline; collective as that is.
+
+        Args:
+            number: of the batch in its loop.
+        """
+        for means in self._dynamic_means:
+            means.pass_over(self._first_step + number)
+
+    @staticmethod
+    def check_ahead(batch: SparseBatch) -> None:
+        """Raises DataError where a batch cannot be looked up by micro-batch, as it has weights that are trained."""
+        if batch.weights is not None and batch.weights.requires_grad:
+            raise DataError(
+                "weights of ids get no gradient in a pipeline, which reads and routes batches before the step that "
+                "changes what their weights are made from; train them in a plain loop, or take tables with "
+                'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
+            )
+
+    def route_ahead(self, batch: SparseBatch) -> Route:
+        """Finds the rows of a batch that `check_ahead` passed; communicates for dynamic tables alone.
+
+        Raises:
+            RefusedError: another rank has no such batch, or cannot route it.
+            RowmeshError: this one cannot; where there are dynamic tables, all ranks know.
+        """
+        route = self._route(batch, is_ahead=True)
+        self._num_opened += 1
+        return route
+
+    def make_window(self, route: Route, sizes: Sequence[int]) -> Window:
+        """A routed batch that is looked up by micro-batch; no communication but for averages that are due.
+
+        Raises:
+            RefusedError: averages are due, and other replicas have no such batch.
+            NoRoomError, StoreError: on all ranks alike: averages are due, and cannot be.
+        """
+        for means in self._dynamic_means:
+            try:
+                means.merge_ahead(self._num_opened)
+            except RowmeshError:
+                assert self.resolver is not None
+                assert route.pin is not None
+                self.resolver.take_back(route.pin)
+                raise
+        self._note_merges()
+        bounds = list(accumulate(sizes, initial=0))
+        layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
+        return self._window_maker(route, bounds, layouts)
+
+    def tell(self, window: Window, refuses: RowmeshError | None = None) -> None:
+        """Tells hooks of dynamic tables what was decided of a batch that the loop is about to be given.
+
+        Collective where some rank has hooks.
+
+        Args:
+            window: the batch.
+            refuses: why this rank does not go on with it; no hook of it is told.
+
+        Raises:
+            RowmeshError: on all ranks alike, where a hook failed, or one does not go on.
+        """
+        if self.resolver is not None and window.route.pin is not None:
+            self.resolver.tell(window.route.pin, refuses)
+
+    def _note_merges(self) -> None:
+        """Tells the resolver whether averaged replicas make one of what they know after the next batch."""
+        if self.resolver is not None:
+            self.resolver.merge_is_due = any(means.is_due(self._num_opened + 1) for means in self._dynamic_means)
+
+    def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
+        """The vectors of a micro-batch whose rows are here; differentiable.
+
+        Args:
+            window: its batch.
+            part: which of its micro-batches.
+            finished: is called when the gradients of its rows are summed.
+        """
+
+        def take_gradients(gradients: Sequence[Tensor]) -> None:
+            may_wait = self.mesh.world_size == 1 and are_sole(gradients)
+            window.add_gradients(part, self.outputs.pooling.by_group(gradients), may_wait=may_wait)
+            finished()
+
+        groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])
+        return self.outputs(groups, window.route.batch, samples, take_gradients)
+
+    def update_window(
+        self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate], *, forgets: bool = False
+    ) -> None:
+        """Applies the gradients of a window, which all are on their way, or forgets them. Collective."""
+        step, num_done = self.make_step(rates, self.step_count + 1), 0
+        try:
+            reach("engine.push")
+            for each in windows:
+                (each.forget if forgets else each.update)(window, step)
+                num_done += 1
+            self._num_pushes += 1
+            self.step_count += 1
+            for exchange in self.exchanges:
+                exchange.counters.pushes += 1
+            if window.route.pin is not None:
+                self._end([window.route.pin])
+        except (NoRoomError, StoreError):  # of averaged replicas, as in `push`
+            raise
+        except BaseException as error:
+            # A device may find ids that are no rows only now, before anything has changed.
+            if num_done or not isinstance(error, (IdRangeError, RefusedError, StepRefusedError)):
+                self._fail(step.number, error)
+            raise
+
+    # What happens between two steps
+
+    def synchronize(self) -> None:
+        """Makes all replicas of all rows equal. Collective."""
+        self.check_whole()
+        self.wait()
+        with self.gate.writing:
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        self._num_pushes += any(each.averages for each in self._stored)
+        for each in self._stored:
+            each.synchronize()
+
+    def freeze(self, tables: Sequence[str], *, is_frozen: bool) -> None:
+        """Freezes tables, or lets them train again, as `rowmesh.collection.freezing` has it. Collective."""
+        with self.gate.writing:
+            if self._driver is not None:
+                raise self._is_driven("tables are frozen, or train again")
+            freeze(self.mesh, self.exchanges, tables, len(self.pending), is_frozen=is_frozen)
+
+    def forget_differences(self) -> None:
+        """Takes the rows of this rank as equal to those of other replicas."""
+        self._check_free("rows are set")
+        with self.gate.writing:
+            self._num_pushes += 1
+            self.num_sets += 1
+            for each in self._all:
+                each.forget()
+
+    def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
+        """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
+        shard_group, exchange, number = self._find(table)
+        if exchange.is_dynamic:
+            raise ConfigurationError(
+                f"table {table!r} is dynamic: its rows have ids and no numbers; known_rows({table!r}) gives them"
+            )
+        if isinstance(shard_group, CoreShardGroup):
+            raise ConfigurationError(
+                f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
+                f"nowhere; cores({table!r}) gives what they are computed from"
+            )
+        return shard_group, exchange, number
+
+    def known_rows(self, table: str) -> KnownRows:
+        """The ids and rows of a dynamic table on this rank."""
+        _, found, arena = self._find_dynamic(table, "read known rows")
+        return known_rows(found.spec, found.owned, arena)
+
+    def records(self, table: str) -> Records | None:
+        """What a dynamic table knows on this rank; None where it has no shard of it."""
+        resolver, found, arena = self._find_dynamic(table, "save and load")
+        if found.owned is None:
+            return None
+        assert isinstance(arena, DenseArena)
+        return Records(found.spec, found.owned, arena, step=resolver.step, is_first=found.replica == 0)
+
+    def _find_dynamic(self, table: str, doing: str) -> tuple[Resolver, DynamicTable, RowStore]:
+        """What decides of a dynamic table, the table, and what has its rows; no pipeline has opened batches ahead."""
+        if self.resolver is None or table not in self.resolver.tables:
+            raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
+        _, exchange, _ = self._find(table)
+        self.resolver.check_idle(doing)
+        return self.resolver, self.resolver.tables[table], exchange.arena
+
+    def find_cores(self, table: str) -> Cores:
+        """The cores of a tensor-train table."""
+        shard_group, _, _ = self._find(table)
+        if not isinstance(shard_group, CoreShardGroup):
+            raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
+        return shard_group.cores(table)
+
+    def _find(self, table: str) -> tuple[ShardGroup | CoreShardGroup, GroupExchange, int]:
+        self.wait()
+        with self.gate.writing:  # messages of other replicas may be on their way
+            return self.shard_groups.find(table)
+
+    def barrier(self) -> None:
+        """Waits until all ranks have come here."""
+        self.check_whole()
+        self.wait()
+        with self.gate.writing:
+            self.shard_groups.barrier()
+
+    def close(self) -> None:
+        """Lets no further rank map this one's memory, and closes stores."""
+        self.failure.close()
+        if self.failure.text:  # or messages of ranks would be waited for that do not come
+            for each in self._all:
+                each.fail(self.step_count + 1)
+        self.shard_groups.close()
+        if self.resolver is not None:
+            self.resolver.close()
+
+    def migrate(self, plan: Plan) -> Moved:
+        """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
+        self._check_free("rows migrate")
+        with self.gate.writing:
+            self.check_whole()
+            began = time.perf_counter()
+            self.shard_groups.barrier()  # devices may hold batches that no host has checked
+            agree_to_migrate(self.mesh, plan, max(exchange.num_lent for exchange in self.exchanges))
+            self._check_migration(plan)
+            self._synchronize()
+            mine = self._go_over(plan)
+            everyone = gather_objects(self.mesh, [(moved.rows, moved.num_bytes) for moved in mine], "migrating")
+            rows, num_bytes = map(sum, zip(*(moved for each in everyone for moved in each), strict=True))
+            return Moved(rows, num_bytes, elapsed_s=time.perf_counter() - began)
+
+    def _check_migration(self, plan: Plan) -> None:
+        if self.resolver is not None:
+            raise ConfigurationError(
+                f"tables {[*self.resolver.tables]} are dynamic: their rows are where the hashes of ids say, and no "
+                "table beside them can migrate; save, and load under the other plan"
+            )
+        plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
+        if tiered := names_of(self._tables, "tiered"):
+            raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
+        if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
+            raise ConfigurationError("the plan has other replicas than the one in use; load a checkpoint under it")
+
+    def _go_over(self, plan: Plan) -> list[Moved]:
+        """Puts shard groups under another plan in the place of those in use; returns what came to this rank."""
+        new = ShardGroups(self._rows_mesh, plan, self.groups, self.options)
+        try:
+            new.allocate("; the old plan goes on")
+            mine = new.fill_from(self.shard_groups)
+            for before, after in zip(self.exchanges, new.exchanges, strict=True):
+                after.freeze(is_frozen=before.is_frozen)
+                after.counters = before.counters  # now: what synchronizes replicas goes on with those that it finds
+            new.connect()
+        except BaseException:
+            new.close()
+            raise
+        self.shard_groups.close()
+        self.plan = plan
+        self._take(new)
+        self._window_maker = WindowMaker()  # the memory of windows knows where rows were
+        self._num_pushes += 1  # rows that were fetched are stale
+        self.num_migrations += 1
+        gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
+        return mine
+
+    def _take(self, shard_groups: ShardGroups) -> None:
+        """Uses these shard groups from now on; makes the lists that every step needs, once."""
+        self.shard_groups, self.exchanges = shard_groups, shard_groups.exchanges
+        self._all, self._stored, self._computed = shard_groups.all, shard_groups.stored, shard_groups.computed
+        self._replicated = [each for each in shard_groups.stored if each.replicas > 1]
+
+    @property
+    def _dynamic_means(self) -> list[DynamicMeans]:
+        """What averages dynamic tables; it exists once shard groups are connected."""
+        return [each.synchronizer for each in self._stored if isinstance(each.synchronizer, DynamicMeans)]
+
+
+def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
+    """The shapes of those tables whose rows are stored, which plans are for."""
+    return [TableShape.of(table) for table in tables if table.storage != "tensor_train"]
+
+
+def _are_equal(batch: SparseBatch, other: SparseBatch) -> bool:
+    """Whether two batches have the same ids."""
+    if (batch.features, batch.batch_size, batch.bag_size) != (other.features, other.batch_size, other.bag_size):
+        return False
+    return torch.equal(batch.ids, other.ids) and (
+        batch.bag_size is not None or torch.equal(batch.offsets, other.offsets)
+    )
+
+
+def _nothing(group: AnyRouteGroup) -> None:
+    """Work that an evaluation does while rows are sent."""

@@ -1,8 +1,0 @@
-"""Stores of records: where rows go with their state that leave fast memory."""
-
-from rowmesh.dynamic.stores.opening import open_records
-from rowmesh.dynamic.stores.protocol import RecordStore
-from rowmesh.dynamic.stores.retry import Retry
-from rowmesh.dynamic.stores.shared import FrozenStore, SharedStore
-
-__all__ = ["FrozenStore", "RecordStore", "Retry", "SharedStore", "open_records"]

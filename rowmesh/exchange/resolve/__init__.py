@@ -1,0 +1,1 @@
+"""Ids of dynamic tables become frames: batches ask, owners decide, ranks agree."""

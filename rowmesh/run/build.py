@@ -1,0 +1,104 @@
+"""build: the tables and the network of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rowmesh.collection.module import EmbeddingCollection
+from rowmesh.errors import ConfigurationError
+from rowmesh.mesh import Mesh
+from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.models.linear_layers import FastLinear, fast_linear
+from rowmesh.ops.linear import Choices, bound_caches
+from rowmesh.run.config import Config
+from rowmesh.run.device import use_device
+from rowmesh.run.job import Job
+from rowmesh.run.networks import network_dtype
+from rowmesh.run.placement import Placement
+from rowmesh.run.precision import check_precision
+from rowmesh.run.table_data import TableData
+from rowmesh.run.tables import table_specs, with_own_stores
+from rowmesh.run.task import Task
+from rowmesh.run.tasks import task_of
+from rowmesh.tables import TableSpec, Tiers
+
+
+def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, trains: bool = True) -> Job:
+    """Makes the tables and the network for a data set.
+
+    Collective and blocking: every rank calls it, with the same configuration. For training it measures how linear
+    layers are computed best; a model that was trained says so itself.
+
+    Raises:
+        ConfigurationError: tables, sizes or a placement that cannot work.
+    """
+    tables = table_specs(config.tables, data)
+    check_precision(config.train.precision, config.train.device, tables)
+    bound_caches()  # in bfloat16 torch's own layers are by oneDNN
+    seed, device = config.train.seed, use_device(config)
+    torch.manual_seed(seed)
+    dtype = network_dtype(tables)
+    task = task_of(config, data)
+    if trains:
+        check_rules(tables, task)
+    else:
+        tables = with_own_stores(tables)
+    made, own = task.make_network(tables)
+    network = made.to(dtype)
+    transport = config.parallel.transport
+    synchronization = Synchronization(config.parallel.synchronization, config.parallel.sync_every)
+    embeddings = EmbeddingCollection(
+        tables,
+        mesh=mesh,
+        seed=seed,
+        transport=transport,
+        plan=placement.plan,
+        synchronization=synchronization,
+        tiers=_tiers(config),
+        device=device,
+        wire_dtype=torch.bfloat16 if config.parallel.wire_dtype == "bfloat16" else None,
+    )
+    network = network.to(embeddings.device)
+    linear = _linear(config, mesh, network, task) if trains else FastLinear(Choices(), "by torch")
+    return Job(config, mesh, data, embeddings, network, placement, linear, task, own)
+
+
+def check_rules(tables: Sequence[TableSpec], task: Task) -> None:
+    """Raises ConfigurationError where ids live for some seconds, or by their scores, and batches have none."""
+    timed = [table.name for table in tables if table.dynamic is not None and table.dynamic.ttl_seconds]
+    if timed and not task.has_times:
+        raise ConfigurationError(
+            f"tables.{timed[0]}.dynamic.ttl_seconds counts seconds of the data's own time, which these data do not "
+            'give; train on raw rows (data.source = "raw") whose schema names the column: time = "…"; or take ttl_steps'
+        )
+    scored = [table.name for table in tables if table.takes_scores]
+    if scored and not task.has_scores:
+        raise ConfigurationError(
+            f'tables.{scored[0]}.dynamic.eviction = "score" goes by numbers that these data do not give; train on raw '
+            'rows (data.source = "raw") whose schema names the column: score = "…"; or take another eviction'
+        )
+
+
+def _linear(config: Config, mesh: Mesh, network: nn.Module, task: Task) -> FastLinear:
+    if config.train.precision == "bfloat16":
+        return FastLinear(Choices(), "in bfloat16, by torch; rows, parameters and optimizer state are not")
+    shapes = task.score_shapes()
+    use, varies = config.train.linear, task.linear_rows_vary
+    return fast_linear(network, task.linear_rows(), mesh=mesh, use=use, score_shapes=shapes, varies=varies)
+
+
+def _tiers(config: Config) -> Tiers:
+    tiers = config.tiers
+    return Tiers(
+        fast_share=tiers.fast_share,
+        fast_rows=tiers.fast_rows,
+        folder=Path(tiers.folder) if tiers.folder else None,
+        threads=tiers.threads,
+        direct=tiers.direct,
+        verify=config.pipeline.verify,
+        timeout_s=config.parallel.timeout_s,
+    )

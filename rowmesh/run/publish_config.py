@@ -1,0 +1,53 @@
+"""The section `[publish]`: when a run publishes versions of what it trains, and where."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from rowmesh.publish.opening import split_url
+from rowmesh.run.section import Count, Positive, Section
+
+
+def _target(url: str) -> str:
+    if url:
+        split_url(url)
+    return url
+
+
+class PublishConfig(Section):
+    """Versions of tables and network for who serves; without `to` there are none.
+
+    Attributes:
+        to: `parquet:FOLDER`, `rocksdb:FOLDER`, or the URL of a Redis server, in which `$NAME` stands for a variable of
+            the environment.
+        every_steps: steps between two versions; 0: none by steps.
+        every_minutes: minutes between two versions, by the clock of rank 0; 0: none by time.
+        whole_every: of so many versions one has all rows, the others what changed and what is gone; 1: all are whole.
+        keep_last: how many of the newest can be read.
+        on_failure: what a version that cannot be published does: a line, and training goes on (continue), or the run
+            ends (stop).
+        retry_s: seconds for which a server that does not answer is asked again; training waits.
+    """
+
+    to: Annotated[str, AfterValidator(_target)] = ""
+    every_steps: Count = 0
+    every_minutes: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
+    whole_every: Positive = 10
+    keep_last: Positive = 3
+    on_failure: Literal["continue", "stop"] = "continue"
+    retry_s: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 30.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are any."""
+        return bool(self.to)
+
+    @model_validator(mode="after")
+    def _has_a_place(self) -> Self:
+        if (self.every_steps or self.every_minutes) and not self.to:
+            raise ValueError(
+                "every_steps, every_minutes: say where to with publish.to: parquet:FOLDER, rocksdb:FOLDER or redis://…"
+            )
+        return self

@@ -1,0 +1,36 @@
+"""Section: a TOML table of a configuration, and the kinds of values that several of them have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from rowmesh._support.files.places import local_path
+from rowmesh.data.raw import is_server
+
+Auto = Literal["auto"]
+AUTO: Final = "auto"
+_LARGEST = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
+Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+def _local(text: str) -> str:
+    local_path(text, "the path")
+    return str(Path(text).expanduser()) if text.startswith("~") else text
+
+
+Folder = Annotated[str, AfterValidator(_local)]
+"""A path of this machine; a shell expands `~` at the start of a word only, which `data.folder=~/clicks` is not."""
+Source = Annotated[str, AfterValidator(lambda text: text if is_server(text) else _local(text))]
+"""A path, or the URL of a server; what it is decides where it is read."""
+
+
+class Section(BaseModel):
+    """A TOML table: unknown keys are errors, values are not converted between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

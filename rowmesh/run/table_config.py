@@ -1,0 +1,200 @@
+"""The section `tables` of a configuration: what holds for all tables, and what differs for some."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from rowmesh._support.files.places import local_store
+from rowmesh.run.section import AUTO, Auto, Count, Factor, Positive, Rate, Section
+
+OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+
+
+class UpdateRuleConfig(Section):
+    """The update rule of a table.
+
+    Attributes:
+        name: the rule.
+        lr: its learning rate before the schedule; auto: by the batch size.
+        eps: added to the denominator (adagrad, row_wise_adagrad, adam); the rule's own default if not given.
+        initial_accumulator: what squared gradients are added to (adagrad, row_wise_adagrad).
+        beta1: decay of the first moment (adam).
+        beta2: decay of the second moment (adam).
+        weight_decay: L2 penalty of the rows that a step touches; of adam decoupled.
+        moment_scale: what squared gradients are divided by before their root (adagrad, row_wise_adagrad, adam): above
+            0 and at most the number of replicas that are averaged, which is the default; else at most 1.
+    """
+
+    name: OptimizerName = "row_wise_adagrad"
+    lr: Rate | Auto = AUTO
+    eps: Rate | None = None
+    initial_accumulator: Rate | None = None
+    beta1: Decay | None = None
+    beta2: Decay | None = None
+    weight_decay: Rate | None = None
+    moment_scale: Factor | None = None
+
+
+class InitializerConfig(Section):
+    """The distribution that rows start from.
+
+    Attributes:
+        name: the distribution.
+        bound: of a uniform distribution; 1/√num_rows if not given.
+        mean: of a normal distribution.
+        std: of a normal distribution.
+        value: of a constant.
+    """
+
+    name: Literal["uniform", "normal", "constant"] = "uniform"
+    bound: Rate | None = None
+    mean: Number | None = None
+    std: Rate | None = None
+    value: Number | None = None
+
+
+class TensorTrainConfig(Section):
+    """What tensor-train tables are like; rank, memory_bytes and compression each say how big their cores are.
+
+    Attributes:
+        min_rows: tables at least so large are tensor-train tables, where their `storage` is auto.
+        rank: of both bonds between cores or of each; without any of the three 16, or the largest a table can have.
+        memory_bytes: the largest rank at which the cores fit into so much.
+        compression: the largest rank at which the table is so many times smaller.
+        row_factors: three factors of the rows; chosen if not given.
+        dim_factors: three factors of the dim; chosen if not given.
+        optimizer: the update rule of cores, where not that of the table.
+    """
+
+    min_rows: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    rank: Positive | Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
+    memory_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    compression: Factor | None = None
+    row_factors: Annotated[list[Positive], Field(min_length=3, max_length=3)] | None = None
+    dim_factors: Annotated[list[Positive], Field(min_length=3, max_length=3)] | None = None
+    optimizer: UpdateRuleConfig | None = None
+
+
+class DynamicConfig(Section):
+    """What dynamic tables hold, whom they admit and whom they evict; see `rowmesh.tables.Dynamic`.
+
+    Attributes:
+        capacity: ids that a table holds at most, over all ranks; this or `capacity_bytes` is needed.
+        capacity_bytes: bytes of their rows with optimizer state at most, over all ranks.
+        initial_capacity: ids that the index has room for at the start; it grows.
+        shards: logical shards, part of what the model is; fewer than 1,024 for small tables if not given.
+        admit_after: sightings at which an id is admitted.
+        sketch_width: counters a row of a count-min sketch of ids that are not admitted yet; 0: exact counts.
+        sketch_depth: rows of the sketch.
+        window_steps: steps after which these counts start anew; 0: never.
+        eviction: which id goes first where there is no room: the least recently seen (lru), the least frequent (lfu),
+            both (lru_lfu), the oldest past its time (ttl), or that of the smallest number in a column of raw data that
+            the schema names (score).
+        decay_steps: steps in which a frequency halves; 0: never.
+        ttl_steps: steps without a sighting after which an id goes; 0: none does.
+        ttl_seconds: the same by the time of events, a column of raw data that the schema names; 0: none does.
+        mode: whether an evicted id is forgotten (drop), or its record goes to a store and comes back with it (demote).
+        store: of records that are demoted: "memory", "file:FOLDER", "rocksdb:FOLDER" or "redis://HOST:PORT/DATABASE",
+            where "$NAME" stands for a variable of the environment. It is the run's own, which begins with an empty one.
+        store_capacity: records that it holds at most, over all ranks; those that came first are forgotten. Without it
+            any number, but in files.
+        store_retry_s: seconds for which a store that does not answer is asked again.
+        missing: what an unknown id reads in evaluation: its initial row, zero, or an error.
+        spare_frames: rows of memory on each rank for ids that are not admitted, or that leave.
+    """
+
+    capacity: Positive | None = None
+    capacity_bytes: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    initial_capacity: Positive | None = None
+    shards: Positive | None = None
+    admit_after: Positive | None = None
+    sketch_width: Count | None = None
+    sketch_depth: Positive | None = None
+    window_steps: Count | None = None
+    eviction: Literal["lru", "lfu", "lru_lfu", "ttl", "score"] | None = None
+    decay_steps: Count | None = None
+    ttl_steps: Count | None = None
+    ttl_seconds: Count | None = None
+    mode: Literal["drop", "demote"] | None = None
+    store: Annotated[str, AfterValidator(local_store)] | None = None
+    store_capacity: Positive | None = None
+    store_retry_s: Rate | None = None
+    missing: Literal["initial", "zero", "error"] | None = None
+    spare_frames: Positive | None = None
+
+
+class TableConfig(Section):
+    """One table, or the defaults of all tables.
+
+    Attributes:
+        dim: length of a row.
+        pooling: how the rows of a bag become one vector; none, of sequence models alone: every id keeps its own.
+        dtype: storage of the rows.
+        out_of_range: "error", or the row that an id below 0 or past the table reads instead.
+        optimizer: the update rule.
+        initializer: the distribution that rows start from.
+        replicas: of this table, where not as many as `parallel.replicas`.
+        storage: dense rows, spread over the ranks; tiered: the same, those in use in fast memory and the others as
+            `tiers` says; tensor_train, computed on each rank from small cores; or dynamic: any 64-bit id, which comes
+            and goes. auto: dense, but for tables of `tensor_train.min_rows` rows or more.
+        tensor_train: what the cores are like.
+        dynamic: how many ids a dynamic table holds, whom it admits and whom it evicts.
+        frozen: whether rows are looked up and not trained.
+    """
+
+    dim: Positive = 16
+    pooling: Literal["sum", "mean", "none"] = "sum"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    out_of_range: Literal["error"] | Annotated[int, Field(ge=0, lt=2**63)] = "error"
+    optimizer: UpdateRuleConfig = UpdateRuleConfig()
+    initializer: InitializerConfig = InitializerConfig()
+    replicas: Positive | None = None
+    storage: Literal["auto", "dense", "tiered", "tensor_train", "dynamic"] = "auto"
+    tensor_train: TensorTrainConfig = TensorTrainConfig()
+    dynamic: DynamicConfig = DynamicConfig()
+    frozen: bool = False
+
+
+class TablesConfig(TableConfig):
+    """The defaults of all tables; a section of a table's own name changes them: `[tables.C3]`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, TableConfig] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, values: Any) -> Any:
+        """Fills what a table's section leaves out from the defaults beside it."""
+        if not isinstance(values, dict):
+            return values
+        defaults = {key: value for key, value in values.items() if key in TableConfig.model_fields}
+        tables = values.keys() - defaults.keys()
+        return {
+            key: _merge(defaults, value) if key in tables and isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+
+    @property
+    def overridden(self) -> dict[str, TableConfig]:
+        """The tables that have a section of their own."""
+        return self.__pydantic_extra__
+
+    def of(self, table: str) -> TableConfig:
+        """The configuration of one table."""
+        return self.overridden.get(table, self)
+
+
+def _merge(defaults: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes` over `defaults`, section by section; a section with another `name` starts afresh."""
+    merged = dict(defaults)
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            same = value.get("name", old.get("name")) == old.get("name")
+            value = _merge(old, value) if same else value
+        merged[key] = value
+    return merged

@@ -1,0 +1,1 @@
+"""Dynamic tables: any 64-bit id, bounded memory, the same decisions for any number of ranks."""

@@ -1,0 +1,35 @@
+"""Clipping and freezing in `rowmesh train`."""
+
+import pytest
+
+from rowmesh.errors import ConfigurationError
+from rowmesh.run.resolve import resolve
+from rowmesh.run.tables import table_specs
+
+
+def test_a_run_clips(train):
+    options = ("train.steps=4", "train.log_every=1", "tables.optimizer.name=sgd", "tables.optimizer.lr=0.5")
+    clipped = train("clipped", *options, "train.clip_grad_norm=0.001")
+    free = train("free", *options)
+    loose = train("loose", *options, "train.clip_grad_norm=1000")
+    assert loose.losses == pytest.approx(free.losses, rel=1e-9)
+    assert clipped.losses[0] == free.losses[0]
+    assert clipped.losses[2:] != pytest.approx(free.losses[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["pipeline.depth=1"], "train.clip_grad_norm and pipeline do not go together: gradients go before all are"),
+        (["parallel.synchronization=average"], "train.clip_grad_norm and parallel.synchronization = 'average' do not"),
+        (["train.clip_grad_norm=-1"], "train.clip_grad_norm: should be greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_clipped(config_file, overrides, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve(config_file, ["train.clip_grad_norm=1", *overrides])
+
+
+def test_frozen_tables(config_file, clicks):
+    config = resolve(config_file, ["tables.C2.frozen=true"])
+    assert [spec.frozen for spec in table_specs(config.tables, clicks)] == [False, True, False, False, False]
