@@ -33,6 +33,7 @@ from rowmesh.mesh.threads import warn_of_threads
 from rowmesh.ops.untraced import untraced
 from rowmesh.placement import Plan
 from rowmesh.placement.address_map import Piece
+from rowmesh.placement.frames import framed, replicas_of_dynamic, with_frames
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged, as_batch, with_empty_bags
 from rowmesh.sparse.whole import whole_numbers
@@ -42,7 +43,6 @@ from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 from rowmesh.tables.dynamic.counters import DynamicCounters
 from rowmesh.tables.dynamic.hooks import DecisionHook
-from rowmesh.tables.dynamic.layout import framed, replicas_of_dynamic, with_frames
 from rowmesh.tables.dynamic.records import Records
 from rowmesh.tables.dynamic.state import Statistics
 from rowmesh.tables.spec import check_tables, with_moment_scale

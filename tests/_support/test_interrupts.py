@@ -14,6 +14,8 @@ from rowmesh._support import interrupts
 from rowmesh._support.faults import arm
 from rowmesh._support.gate import Gate
 
+pytestmark = pytest.mark.usefixtures("heeds_ctrl_c")  # in a shell's background job too
+
 
 def interrupt():
     signal.raise_signal(signal.SIGINT)

@@ -10,6 +10,8 @@ from rowmesh.placement import Plan, TableShape, Topology
 from rowmesh.placement.drift import Planner
 from rowmesh.placement.request import Request
 
+pytestmark = pytest.mark.usefixtures("heeds_ctrl_c")  # in a shell's background job too
+
 
 def test_the_end_of_a_thread_is_known_where_waiting_for_it_was_interrupted():
     goes_on, done = threading.Event(), []

@@ -20,6 +20,8 @@ from rowmesh._support.worker import Worker
 from rowmesh.checkpoint import save
 from rowmesh.checkpoint.series import Series
 
+pytestmark = pytest.mark.usefixtures("heeds_ctrl_c")  # in a shell's background job too
+
 PATIENCE_S = 60.0
 
 

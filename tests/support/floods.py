@@ -19,24 +19,25 @@ from rowmesh.tables import Tiers
 def flood(body, seconds):
     """Runs `body` again and again while Ctrl-C comes at any moment; returns how often it did."""
     main, count, until_s, random_s = threading.get_ident(), 0, time.monotonic() + seconds, random.Random(0)
+    may_press = threading.Event()  # one Ctrl-C each time that the loop below is inside its try
 
     def press():
         while time.monotonic() < until_s:
             time.sleep(random_s.uniform(0.0005, 0.003))
-            signal.pthread_kill(main, signal.SIGINT)
+            if may_press.wait(0.1):
+                may_press.clear()
+                signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=press, daemon=True)
     thread.start()
     while True:
         try:
-            try:
-                while time.monotonic() < until_s:
-                    body()
-                thread.join()
-                return count
-            except KeyboardInterrupt:
-                count += 1
-        except KeyboardInterrupt:  # of the line above
+            while time.monotonic() < until_s:
+                may_press.set()
+                body()
+            thread.join()
+            return count
+        except KeyboardInterrupt:
             count += 1
 
 
