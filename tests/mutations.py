@@ -184,9 +184,10 @@ MUTATIONS = [
     ),
     Mutation(
         "exact replicas: sums are added in another order",
-        f"{EXCHANGE}/replica_sync.py",
-        "group.rows.merge(deltas))",
-        "group.rows.merge(deltas[::-1]))",
+        f"{EXCHANGE}/replica_rows.py",
+        "return merge([delta.slots for delta in deltas], [delta.values[0] for delta in deltas], self._merger)",
+        "deltas = deltas[::-1]; "
+        "return merge([delta.slots for delta in deltas], [delta.values[0] for delta in deltas], self._merger)",
         REPLICAS,
     ),
     Mutation(
