@@ -215,7 +215,7 @@ MUTATIONS = [
         "window: a gradient goes before its last micro-batch",
         WINDOW,
         "            push = last\n",
-        "            push = last >> 1 if last > 2 else last\n",
+        "            push = mask & -mask\n",
         PIPELINE,
     ),
     Mutation(
