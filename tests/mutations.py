@@ -184,9 +184,10 @@ MUTATIONS = [
     ),
     Mutation(
         "exact replicas: sums are added in another order",
-        f"{EXCHANGE}/replica_sync.py",
-        "group.rows.merge(deltas))",
-        "group.rows.merge(deltas[::-1]))",
+        f"{EXCHANGE}/replica_rows.py",
+        "return merge([delta.slots for delta in deltas], [delta.values[0] for delta in deltas], self._merger)",
+        "deltas = deltas[::-1]; "
+        "return merge([delta.slots for delta in deltas], [delta.values[0] for delta in deltas], self._merger)",
         REPLICAS,
     ),
     Mutation(
@@ -214,7 +215,7 @@ MUTATIONS = [
         "window: a gradient goes before its last micro-batch",
         WINDOW,
         "            push = last\n",
-        "            push = last >> 1 if last > 2 else last\n",
+        "            push = mask & -mask\n",
         PIPELINE,
     ),
     Mutation(

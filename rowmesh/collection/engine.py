@@ -332,7 +332,7 @@ class Engine:
             return refusal
         named = self._agreeing.name
         why = "; ".join(f"rank {named(rank)} cannot take it: {each}" for rank, each in enumerate(everyone) if each)
-        return PeerError(f"rank {self._rows_mesh.rank}: {rest}; {why}")
+        return PeerError(f"rank {named(self._agreeing.rank)}: {rest}; {why}")
 
     @property
     def _agreeing(self) -> Mesh:

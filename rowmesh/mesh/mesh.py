@@ -300,8 +300,8 @@ class Mesh:
         return DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "shard"))
 
     def name(self, rank: int) -> int:
-        """The number of a rank in messages: that in the whole mesh."""
-        return self.members[rank] if self.members else rank
+        """The number of a rank in messages: that in the run, also where this is a part of a part."""
+        return rank if self.whole is None else self.whole.name(self.members[rank])
 
     @property
     def roll_call(self) -> RollCall:

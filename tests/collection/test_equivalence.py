@@ -32,13 +32,13 @@ def on_ranks(ranks, scenario: Scenario, transport: str) -> list[Trained]:
     return ranks.run(train, scenario, transport, world_size=scenario.world_size)
 
 
-def assert_close(scenario: Scenario, actual: Trained, expected: Trained, rounding: float = 0.0):
-    rounding = max(rounding, *(RELATIVE[spec.dtype] for spec in scenario.tables))
+def assert_close(scenario: Scenario, actual: Trained, expected: Trained):
+    rounding = max(RELATIVE[spec.dtype] for spec in scenario.tables)
     torch.testing.assert_close(torch.tensor(actual.losses), torch.tensor(expected.losses), rtol=rounding, atol=rounding)
     for mine, theirs in zip(actual.head + actual.outputs, expected.head + expected.outputs, strict=True):
         assert_near(mine, theirs, rounding, "dense layers and vectors")
     for spec in scenario.tables:
-        tolerance = max(RELATIVE[spec.dtype], rounding)
+        tolerance = RELATIVE[spec.dtype]
         assert_near(actual.rows[spec.name], expected.rows[spec.name], tolerance, f"rows of {spec}")
         for name, tensor in actual.state[spec.name].items():
             assert_near(tensor, expected.state[spec.name][name], tolerance, f"{name} of {spec}")
