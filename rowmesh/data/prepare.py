@@ -44,6 +44,7 @@ from rowmesh.data.writer import SplitWriter
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.folder import replacing_folder
+from rowmesh.files.regular import why_no_file
 
 QUARANTINE = "quarantine.jsonl"
 
@@ -153,8 +154,8 @@ def _check_arguments(
     if not files.get("train"):
         raise ConfigurationError("no training files; name at least one")
     for path in (path for paths in files.values() for path in paths):
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
+        if why := why_no_file(path):
+            raise DataError(f"{path}: {why}")
     if splitter is not None and len(files) > 1:
         raise ConfigurationError("give either files for the other splits or shares to cut them from training")
     if min_count < 1:

@@ -21,6 +21,7 @@ from rowmesh.data.schema import ScoringSchema
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.files.atomic import replacing_file
 from rowmesh.files.output import check_output
+from rowmesh.files.regular import why_no_file
 from rowmesh.train.finished import FinishedRun
 from rowmesh.train.trained_model import TrainedModel, load_finished
 
@@ -122,8 +123,8 @@ def predict(
 
 
 def _check_arguments(file: Path, out: Path, keep: Sequence[str], max_bad_rows: int, overwrite: bool) -> None:
-    if not file.is_file():
-        raise DataError(f"{file}: no such file")
+    if why := why_no_file(file):
+        raise DataError(f"{file}: {why}")
     check_output(out, read=file, overwrite=overwrite)
     check_output(_quarantine_of(out), read=file, overwrite=overwrite, is_own=is_quarantine)
     if max_bad_rows < 0:

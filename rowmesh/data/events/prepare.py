@@ -22,6 +22,7 @@ from rowmesh.data.request import stamp, unchanged
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.files.checksums import Checksums
 from rowmesh.files.folder import replacing_folder
+from rowmesh.files.regular import why_no_file
 
 FORMAT_VERSION = 1
 PART_EVENTS = 1 << 22
@@ -100,8 +101,8 @@ def event_request(files: Sequence[Path], schema: EventSchema, max_bad_rows: int)
     for path in files:
         if path.is_dir():
             raise DataError(f"{path} is a folder; name files of events")
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
+        if why := why_no_file(path):
+            raise DataError(f"{path}: {why}")
     check_once(files)
     return {
         "format_version": FORMAT_VERSION,
