@@ -16,7 +16,6 @@ from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_num
 from rowmesh.checkpoint.write import Cores, LocalRows, Records, RowHolder
 from rowmesh.errors import CheckpointError
 from rowmesh.exchange.resolve.known import no_state
-from rowmesh.tables.dynamic.layout import rules_of
 from rowmesh.tables.dynamic.records import facts_of
 
 if TYPE_CHECKING:
@@ -145,18 +144,23 @@ def _check_storage(table: TableSpec, entry: TableEntry) -> None:
         )
 
 
-def _check_room(table: TableSpec, capacity: int, shards: int | str | None) -> None:
+def _check_room(table: TableSpec, capacity: int) -> None:
     """Raises CheckpointError where a dynamic table cannot hold what is saved; more room changes nothing of that."""
     if table.num_rows < capacity:
         raise CheckpointError(
             f"table {table.name!r}: its capacity is {capacity} in the checkpoint and {table.num_rows} here; a dynamic "
             f"table may grow and cannot shrink: give a capacity of {capacity} or more"
         )
-    if shards != (wanted := rules_of(table).num_shards):
-        raise CheckpointError(
-            f"table {table.name!r}: shards is {shards} in the checkpoint and {wanted} here; whatever the capacity, "
-            f"give Dynamic(shards={shards}), or tables.dynamic.shards={shards} in a configuration"
-        )
+
+
+def _rule_advice(name: str, saved: Any) -> str:
+    """What to write so that a rule of a dynamic table is that of the checkpoint, which capacity need not be."""
+    if name == "store_capacity" and not saved:
+        return "a dynamic table grows in its capacity alone: leave store_capacity out"
+    return (
+        f"a dynamic table grows in its capacity alone: give Dynamic({name}={saved!r}), or "
+        f"tables.dynamic.{name}={saved} in a configuration"
+    )
 
 
 def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> None:
@@ -171,7 +175,7 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
         facts, rules = facts_of(table), dict(entry.known.rules)
         rules.pop("capacity", None)
         facts.pop("capacity")
-        _check_room(table, entry.num_rows, rules.get("shards"))
+        _check_room(table, entry.num_rows)
         if "mode" not in rules:  # it has no demoted ids, which is as good as none
             facts = {name: value for name, value in facts.items() if name not in ("mode", "store_capacity")}
         elif "mode" not in facts:
@@ -184,7 +188,8 @@ def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> 
         pairs["optimizer"] = (entry.optimizer, table.optimizer.name)
     for name, (saved, wanted) in pairs.items():
         if saved != wanted:
+            is_rule = entry.known is not None and entry.known.rules.get(name) is not None
+            todo = _rule_advice(name, saved) if is_rule else "use the configuration it was trained with"
             raise CheckpointError(
-                f"table {table.name!r}: {name} is {saved} in the checkpoint and {wanted} here; "
-                "use the configuration it was trained with"
+                f"table {table.name!r}: {name} is {saved} in the checkpoint and {wanted} here; {todo}"
             )

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import rowmesh
 from rowmesh._support.files.checksums import Checksums
 from rowmesh._support.files.folder import replacing_folder
+from rowmesh._support.files.regular import why_no_file
 from rowmesh.data.codes import CodedRows, Coder, Ranking, flat_ids, map_ids
 from rowmesh.data.parquet import multi_hot_columns
 from rowmesh.data.prepared import (
@@ -153,8 +154,8 @@ def _check_arguments(
     if not files.get("train"):
         raise ConfigurationError("no training files; name at least one")
     for path in (path for paths in files.values() for path in paths):
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
+        if why := why_no_file(path):
+            raise DataError(f"{path}: {why}")
     if splitter is not None and len(files) > 1:
         raise ConfigurationError("give either files for the other splits or shares to cut them from training")
     if min_count < 1:

@@ -330,7 +330,10 @@ class Mesh:
         if self.whole is not None:
             return self.whole.died(dead, doing)
         names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
-        return PeerError(f"rank {self.rank}: {names} died while {doing}; its own output says why")
+        return PeerError(
+            f"rank {self.rank}: {names} died while {doing}; its own output says why, unless it came to its end: all "
+            "ranks must take part equally often"
+        )
 
     def peer_error(
         self, doing: str, cause: BaseException, watch: Stopwatch | None = None, calls: RollCall | None = None

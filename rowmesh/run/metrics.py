@@ -40,7 +40,7 @@ class Metrics:
         log_loss: the mean of −ln p(label), in nats.
         normalized_entropy: log_loss over that of always predicting the base rate (He et al., ADKDD'14);
             NaN where one of the classes is absent.
-        calibration: sum of predictions over sum of labels; NaN without positives.
+        calibration: the mean predicted rate over the observed one, `base_rate`; NaN without positives.
         score_bins: samples and positives by score, for curves; each sample counts 1.
     """
 

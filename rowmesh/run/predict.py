@@ -14,6 +14,7 @@ import torch
 
 from rowmesh._support.files.atomic import replacing_file
 from rowmesh._support.files.output import check_output
+from rowmesh._support.files.regular import why_no_file
 from rowmesh.data.encoder import rebatched
 from rowmesh.data.parquet import read_types
 from rowmesh.data.progress import Progress, silent
@@ -122,8 +123,8 @@ def predict(
 
 
 def _check_arguments(file: Path, out: Path, keep: Sequence[str], max_bad_rows: int, overwrite: bool) -> None:
-    if not file.is_file():
-        raise DataError(f"{file}: no such file")
+    if why := why_no_file(file):
+        raise DataError(f"{file}: {why}")
     check_output(out, read=file, overwrite=overwrite)
     check_output(_quarantine_of(out), read=file, overwrite=overwrite, is_own=is_quarantine)
     if max_bad_rows < 0:

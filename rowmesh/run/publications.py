@@ -20,6 +20,7 @@ from rowmesh.mesh.together import on_all_ranks
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.publish import Changes, PublishedTable, Publisher, open_target
 from rowmesh.publish.generation import Generation
+from rowmesh.publish.guard import closing_target, reason
 from rowmesh.publish.opening import check_installed
 from rowmesh.run.job import Job
 from rowmesh.tables import Constant, RowStore, TableSpec
@@ -116,11 +117,9 @@ class Publications:
         with ExitStack() as opened:
             try:
                 url, retry = os.path.expandvars(config.to), Retry(for_s=config.retry_s)
-                target = opened.enter_context(closing(open_target(url, retry=retry)))
-            except RowmeshError as error:
-                failure = str(error)
-            except Exception as error:  # of a package that a target uses
-                failure = f"{type(error).__name__}: {error}"
+                target = opened.enter_context(closing_target(open_target(url, retry=retry)))
+            except Exception as error:  # whatever a package raises that a target uses
+                failure = reason(error)
             failures = [text for text in gather_objects(mesh, failure, PUBLISHING) if text]
             if target is None or failures:
                 raise StoreError(failures[0])

@@ -29,7 +29,7 @@ from rowmesh.data import Loader
 from rowmesh.pipeline import Pipeline
 from rowmesh.publish import PublishedReader
 from rowmesh.tables import Dynamic
-from tests.support.pages import ROOT, Block, blocks
+from tests.support.pages import ROOT, Block, blocks, differing
 
 RUN = ("python", "bash")
 PAGES = [
@@ -66,6 +66,38 @@ def test_its_blocks_say_what_they_are(page: str):
             assert not re.match(r"(\$ |rowmesh \w+ [a-z./]+$|torchrun |pip |import |from )", block.text), where
         if block.language == "toml":
             tomllib.loads(block.text)
+
+
+@pytest.mark.slow  # a million samples are drawn
+@pytest.mark.timeout(900)
+def test_plans_are_those_that_the_page_shows(tmp_path: Path):
+    """Of the data of `make train`, to the digit; `differing` says what a page may leave out."""
+    page, printed, num_shown = "docs/placement.md", "", 0
+    with chdir(tmp_path):
+        shutil.copytree(ROOT / "configs", "configs")
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            command("data synthesize raw --samples 1000000 --held-out 100000")
+            command("data prepare raw --out data/generated/criteo --min-count 1")
+        for block in blocks(page):
+            if block.language == "text":
+                assert differing(block.text, printed) == [], f"{page}:{block.line}\n{printed}"
+                num_shown += 1
+            elif block.not_run.startswith("refused"):
+                with pytest.raises(AssertionError, match=" ended with 2:") as refusal:
+                    run(page, block, {})
+                printed = str(refusal.value)
+            elif block.language == "bash" and not block.not_run:
+                printed = run(page, block, {})
+    assert num_shown == 4
+
+
+def test_numbers_that_a_page_shows_are_compared():
+    printed = " strategy   memory   look-ups   cost \n → cyclic   11.8 MB  2,151   6.60 µs \none two three\n"
+    shown = " strategy  memory  cost\n → cyclic  11.8 MB  6.60 µs\n …\n"
+    assert differing(shown, printed) == []
+    assert differing("one two\nthree\n", printed) == []
+    assert differing(shown.replace("6.60", "6.61"), printed) == [" → cyclic  11.8 MB  6.61 µs"]
+    assert differing("one\n\ntwo\nfour", printed) == ["one", "two", "four"]
 
 
 def test_a_failure_names_page_and_line():

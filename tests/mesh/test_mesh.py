@@ -74,7 +74,9 @@ def test_errors_of_collectives_name_the_dead(cause):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     mesh = Mesh(rank=0, world_size=2, hosts=(0, 0), pids=(os.getpid(), process.pid), timeout_s=7.0)
-    assert f"rank 0: rank 1 (process {process.pid}) died while counting" in str(mesh.peer_error("counting", cause))
+    text = str(mesh.peer_error("counting", cause))
+    assert f"rank 0: rank 1 (process {process.pid}) died while counting" in text
+    assert "unless it came to its end: all ranks must take part equally often" in text  # as this process did
     alive = Mesh(rank=0, world_size=2, hosts=(0, 1), pids=(os.getpid(), 1), timeout_s=7.0)
     assert str(alive.peer_error("counting", cause)) == (
         "rank 0: a connection between ranks broke while counting; a rank ended or stopped waiting, and its own output "

@@ -3,14 +3,19 @@
 import contextlib
 import errno
 import io
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
-from rowmesh.errors import StoreError
+from rowmesh import EmbeddingCollection, Mesh, TableSpec, errors
+from rowmesh.errors import PeerError, RowmeshError, StoreError
 from rowmesh.publish import PublishedReader, open_target
 from rowmesh.publish.target import PartWriter, Target
 from rowmesh.run import publications
 from rowmesh.run.commands import run_training
+from rowmesh.run.publish_config import PublishConfig
 from rowmesh.run.resolve import resolve
 from tests.run.test_publications import check
 from tests.support.redis_server import redis_server as redis_server
@@ -37,8 +42,31 @@ ERRORS = [
     OverflowError("too large"),
     AssertionError("not ours"),
     StoreError("a store"),
+    PeerError("no rank of ours"),
 ]
 ROUNDS = [*(("publish", error) for error in ERRORS), *((call, ValueError(call)) for call in CALLS)]
+
+
+class SilentError(Exception):
+    """An error that cannot be shown."""
+
+    def __str__(self):
+        raise self
+
+
+EVERY_ERROR = [
+    *(error for error in ERRORS if not isinstance(error, RowmeshError)),
+    OSError("without a number"),
+    *(
+        each("told" if each is not StoreError else "")
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, RowmeshError)
+    ),
+    ExceptionGroup("several", [ValueError("one"), OSError("two")]),
+    StopIteration(3),
+    Exception(),
+    SilentError(),
+]
 
 
 class Failing:
@@ -90,12 +118,104 @@ def test_a_run_goes_on_whatever_a_target_raises(config_file, tmp_path, request, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("error", [ERRORS[0], ValueError("no number"), RecursionError("too deep")], ids=str)
-def test_a_run_ends_where_it_is_to(config_file, tmp_path, request, monkeypatch, kind, error):
-    url, plan = url_of(kind, tmp_path, request), [("begin", error)]
+def test_a_run_ends_where_it_is_to(config_file, tmp_path, request, monkeypatch, kind):
+    url, plan = url_of(kind, tmp_path, request), [("begin", RuntimeError("a package"))]
     monkeypatch.setattr(publications, "open_target", lambda *a, **k: Failing(open_target(*a, **k), plan))
     with pytest.raises(StoreError, match=r"what step 1 left cannot be published: .*publish\.on_failure is stop"):
         run(config_file, "publish.every_steps=1", f"publish.to={url}", "publish.on_failure=stop")
+
+
+def job(on_failure):
+    """A run with one table, trained by nobody, as `Publications` looks at it."""
+    options = {"to": "parquet:nowhere", "on_failure": on_failure, "retry_s": 0.0, "keep_last": 1, "whole_every": 1}
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            publish=PublishConfig.model_validate(options),
+            train=SimpleNamespace(seed=0),
+            parallel=SimpleNamespace(synchronization="exact", sync_every=1),
+        ),
+        mesh=Mesh(),
+        embeddings=EmbeddingCollection([TableSpec(name="user", num_rows=4, dim=2)]),
+        network=nn.Linear(2, 1),
+    )
+
+
+class Remembered:
+    """A target in memory, which knows manifests alone."""
+
+    name = "memory"
+
+    def __init__(self):
+        self._manifests, self._newest = {}, None
+
+    def newest(self):
+        return self._newest
+
+    def manifest(self, number):
+        return self._manifests.get(number)
+
+    def begin(self, number):
+        self._manifests[number] = None
+
+    def part(self, *_):
+        return SimpleNamespace(rows=lambda *_: None, deleted=lambda *_: None, close=dict)
+
+    def write_network(self, number, state):
+        pass
+
+    def publish(self, generation):
+        self._manifests[generation.number] = self._newest = generation.to_json()
+
+    def numbers(self):
+        return sorted(self._manifests)
+
+    def remove(self, number):
+        del self._manifests[number]
+
+    def close(self):
+        pass
+
+
+WRITTEN = ["open_target", *(call for call in CALLS if call not in ("manifest", "numbers", "remove"))]
+"""What a version cannot be published without; the others are asked for old ones, which may stay."""
+
+
+@pytest.mark.parametrize(
+    "error", EVERY_ERROR, ids=lambda error: type(error).__name__ + str(getattr(error, "errno", ""))
+)
+def test_every_error_of_every_call_obeys(monkeypatch, error):
+    plan, lines, target = [], [], Remembered()
+
+    def opened(*_, **__):
+        if plan and plan[0][0] == "open_target":
+            raise plan.pop(0)[1]
+        return Failing(target, plan)
+
+    monkeypatch.setattr(publications, "open_target", opened)
+    for on_failure in ("continue", "stop"):
+        run = job(on_failure)
+        with closing(run.embeddings):
+            for step, call in enumerate(WRITTEN, 1):
+                with closing(publications.Publications(run)) as each:
+                    plan[:] = [(call, error)]
+                    lines.clear()
+                    if on_failure == "continue":
+                        each.write(step, lines.append)
+                        assert not plan, f"{call} was called"
+                        assert f"what step {step} left cannot be published" in lines[0]
+                        assert lines[0].endswith("; training goes on")
+                    else:
+                        with pytest.raises(StoreError, match=rf"^what step {step} left .*publish\.on_failure is stop"):
+                            each.write(step, lines.append)
+                        assert not lines
+                    lines.clear()
+                    each.write(step + 100, lines.append)  # whatever went wrong, the next has all rows
+                    assert "published generation" in lines[-1]
+                    assert lines[-1].endswith("all rows")
+            with closing(publications.Publications(run)) as each:
+                each.write(1000, lines.append)
+                plan[:] = [("close", error)]
+            assert not plan, "a connection that breaks when it is closed costs nothing"
 
 
 DAMAGED = [b"\xff\xfe\x00", b"\xff\x00", b"[" * 100_000, b"", b"null", b'{"format": 1e999}', b"7", b'{"format": 2}']

@@ -55,6 +55,32 @@ def lacking(shown: str, printed: str) -> list[str]:
     return [line for line in shown.splitlines() if _form(line) not in lines]
 
 
+def differing(shown: str, printed: str) -> list[str]:
+    """The lines of a page that were not printed to the digit; columns, lines and spaces may have been left out.
+
+    Args:
+        shown: what the page has; text that was printed as one line may stand in several.
+        printed: by the command.
+    """
+    if " ".join(shown.split()) in " ".join(printed.split()):
+        return []
+    lines = [_cells(line) for line in printed.splitlines()]
+    return [
+        line
+        for line in shown.splitlines()
+        if line.strip() not in ("", "…") and not any(_is_part(_cells(line), cells) for cells in lines)
+    ]
+
+
+def _cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def _is_part(some: list[str], cells: list[str]) -> bool:
+    rest = iter(cells)
+    return all(each in rest for each in some)
+
+
 def shell(script: str, folder: Path, **variables: str) -> str:
     """What a script of bash prints in a folder; its rowmesh and torchrun are those of this interpreter and checkout."""
     functions = (

@@ -40,6 +40,21 @@ def check_regular(path: Path) -> None:
     _check(path.stat().st_mode, path)
 
 
+def why_no_file(path: Path) -> str:
+    """Why a path leads to no file that could be read, in a few words; "" where it leads to one.
+
+    >>> why_no_file(Path("/dev/null")), why_no_file(Path("/no/such"))
+    ('a device, no file', 'no such file')
+    """
+    try:
+        check_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "no such file"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def read_regular(path: Path) -> bytes:
     """The content of a file.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import rowmesh
 from rowmesh._support.files.checksums import Checksums
 from rowmesh._support.files.folder import replacing_folder
+from rowmesh._support.files.regular import why_no_file
 from rowmesh.data.events.core import Core, find_core
 from rowmesh.data.events.read import CodedEvents, read_events
 from rowmesh.data.events.schema import EventSchema, EventSplit
@@ -100,8 +101,8 @@ def event_request(files: Sequence[Path], schema: EventSchema, max_bad_rows: int)
     for path in files:
         if path.is_dir():
             raise DataError(f"{path} is a folder; name files of events")
-        if not path.is_file():
-            raise DataError(f"{path}: no such file")
+        if why := why_no_file(path):
+            raise DataError(f"{path}: {why}")
     check_once(files)
     return {
         "format_version": FORMAT_VERSION,

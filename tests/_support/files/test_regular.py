@@ -77,6 +77,9 @@ def test_a_pipe_in_the_place_of_a_data_file_is_an_error(tmp_path, kind):
     for call in calls:
         with pytest.raises(RowmeshError, match=r"train\.csv"):
             at_once(call)
+    for call in (calls[0], calls[2]):
+        with pytest.raises(RowmeshError, match=r"train\.csv: a pipe, no file"):
+            at_once(call)
     assert at_once(lambda: find_event_schema(str(path))) is None
 
 

@@ -190,6 +190,24 @@ def test_what_does_not_fit_is_refused(tmp_path, table, message):
         rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "advice"),
+    [
+        (20, 40, r"give Dynamic\(store_capacity=20\), or tables\.dynamic\.store_capacity=20 in a configuration"),
+        (20, None, r"give Dynamic\(store_capacity=20\)"),
+        (None, 20, "leave store_capacity out"),
+    ],
+)
+def test_the_capacity_of_a_store_stays_as_it_was(tmp_path, before, now, advice):
+    saved(tmp_path / "model", spec(rules={**DEMOTE, "store_capacity": before}))
+    embeddings = EmbeddingCollection([spec(rules={**DEMOTE, "store_capacity": now, "capacity": 50})])
+    message = (
+        f"'user': store_capacity is {before or 0} .* and {now or 0} here; .* grows in its capacity alone: {advice}"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        rowmesh.load(tmp_path / "model", {"embeddings": embeddings})
+
+
 GROWN = {"lru": {}, "sketch": {"admit_after": 2, "sketch_width": 8}, "ttl": {"ttl_steps": 3}, "demoting": DEMOTE}
 
 
