@@ -1,8 +1,10 @@
-"""The Python of README runs as it stands there, on one rank and on two; so does that of the page on saving."""
+"""README is short, and its Python runs as it stands there, on one rank and on two; so does that of two other pages."""
 
 import re
-from contextlib import chdir
+from contextlib import chdir, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +35,7 @@ class Network(torch.nn.Module):
 
 
 def code(page: str) -> str:
-    """The Python of a page, without the column of the + that README has."""
+    """The Python of a page, without the column of the + that docs/loop.md has."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     return "\n".join(re.sub(r"^[+ ] ", "", block, flags=re.MULTILINE) for block in blocks)
 
@@ -49,8 +51,8 @@ def samples(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor
     return batches
 
 
-def run(mesh: Mesh, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[int, torch.Tensor]], int]:
-    """What README trains: the network, this rank's rows by table and number, and the steps."""
+def run_loop(mesh: Mesh, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[int, torch.Tensor]], int]:
+    """What docs/loop.md trains: the network, this rank's rows by table and number, and the steps."""
     network = Network(seed=mesh.rank)  # ranks may begin with different ones
     scope = {
         "names": NAMES,
@@ -61,7 +63,7 @@ def run(mesh: Mesh, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, di
         "dense_optimizer": torch.optim.SGD(network.parameters(), lr=0.1),
     }
     with patch.object(Mesh, "connect", lambda: mesh), chdir(folder):  # the ranks have met before
-        exec(code("README.md"), scope)
+        exec(code("docs/loop.md"), scope)
     assert scope["step"] == 3
     assert read_manifest(folder / "runs/model").world_size == mesh.world_size
     embeddings = scope["embeddings"]
@@ -70,24 +72,65 @@ def run(mesh: Mesh, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, di
     return {name: tensor.clone() for name, tensor in network.state_dict().items()}, rows, embeddings.step_count
 
 
+def run_readme(mesh: Mesh) -> tuple[str, dict[str, dict[int, torch.Tensor]]]:
+    """README's program: what it prints, and this rank's rows by table and number."""
+    scope: dict[str, Any] = {}
+    with patch.object(Mesh, "connect", lambda: mesh), torch.random.fork_rng(), redirect_stdout(StringIO()) as output:
+        exec(code("README.md"), scope)
+    embeddings = scope["embeddings"]
+    rows = {name: by_number(embeddings.local_rows(name)) for name in NAMES}
+    embeddings.close()
+    return output.getvalue(), rows
+
+
 def by_number(pieces: list[LocalRows]) -> dict[int, torch.Tensor]:
     return {row: value.clone() for piece in pieces for row, value in zip(piece.rows, piece.values, strict=True)}
 
 
-def test_it_runs_on_one_rank(tmp_path: Path):
-    network, rows, num_steps = run(Mesh(), tmp_path)
+def test_readme_fits_its_bounds():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 140
+    assert len([line for line in code("README.md").splitlines() if line]) == 12
+    links = re.findall(r"^- \[", text.partition("## Where to go")[2], re.MULTILINE)
+    assert len(links) == 8
+
+
+def test_all_pages_are_listed():
+    listed = set(re.findall(r"\]\(([\w/]+\.md)\)", (ROOT / "docs/pages.md").read_text()))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - listed == {"pages.md"}
+
+
+def test_the_changelog_is_short():
+    """Until a version is released, it says what that will have, not how it came about."""
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
+def test_the_program_on_readme_trains_the_same_rows_on_two_ranks(ranks: RankPool):
+    printed, expected = run_readme(Mesh())
+    assert printed == "100% right\n"
+    assert f"prints `{printed.strip()}`" in (ROOT / "README.md").read_text()
+    found = ranks.run(run_readme, world_size=2)
+    assert [printed for printed, _ in found] == ["100% right\n"] * 2
+    for name in NAMES:
+        assert [len(rows[name]) for _, rows in found] == [500, 500]
+        merged = {row: value for _, rows in found for row, value in rows[name].items()}
+        torch.testing.assert_close(dict(sorted(merged.items())), expected[name], rtol=1e-2, atol=1e-3)
+
+
+def test_the_page_on_loops_runs_on_one_rank(tmp_path: Path):
+    network, rows, num_steps = run_loop(Mesh(), tmp_path)
     assert num_steps == 3
     assert [len(rows[name]) for name in NAMES] == [50, 9]
     assert not network["linear.weight"].equal(Network(seed=0).linear.weight)
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_it_trains_the_same_model_on_several_ranks(ranks: RankPool, tmp_path: Path, world_size: int):
+def test_the_page_on_loops_trains_the_same_model_on_several_ranks(ranks: RankPool, tmp_path: Path, world_size: int):
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
     together.mkdir()
-    expected_network, expected_rows, _ = run(Mesh(), alone)
-    found = ranks.run(run, together, world_size=world_size)
+    expected_network, expected_rows, _ = run_loop(Mesh(), alone)
+    found = ranks.run(run_loop, together, world_size=world_size)
     for network, _, num_steps in found:
         assert num_steps == 3
         assert all(network[name].equal(found[0][0][name]) for name in network), "ranks have different networks"

@@ -28,6 +28,7 @@ from rowmesh.cli.__main__ import main
 from rowmesh.data import Loader
 from rowmesh.pipeline import Pipeline
 from rowmesh.publish import PublishedReader
+from rowmesh.sparse import take
 from rowmesh.tables import Dynamic
 from tests.support.pages import ROOT, Block, blocks, differing
 
@@ -273,7 +274,7 @@ class Item:
     labels: torch.Tensor
 
     def take(self, samples: torch.Tensor) -> "Item":
-        return Item(self.sparse.take(samples), self.dense[samples], self.labels[samples])
+        return Item(take(self.sparse, samples), self.dense[samples], self.labels[samples])
 
 
 def program() -> dict[str, Any]:
@@ -305,7 +306,7 @@ def program() -> dict[str, Any]:
     }
 
 
-def readme() -> dict[str, Any]:
+def loop() -> dict[str, Any]:
     names, rows = ["user", "item"], {"user": 50, "item": 9}
     model = Network(2 * 64)
     ids = torch.stack([torch.arange(6), torch.arange(6)])
@@ -358,10 +359,10 @@ def ranks() -> dict[str, Any]:
 
 
 NAMES: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "README.md": readme,
     "docs/data.md": ranks,
     "docs/durability.md": durability,
     "docs/dynamic_tables.md": dynamic_tables,
+    "docs/loop.md": loop,
     "docs/nestpipe.md": program,
     "docs/predicting.md": lambda: {"rowmesh": rowmesh},
     "docs/promises.md": promises,
