@@ -58,7 +58,7 @@ DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.
 
 GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/merging.py"
 WINDOW, EXCHANGE = "rowmesh/ops/window/cpu.py", "rowmesh/exchange"
-DYNAMIC, CHECKPOINT, SEQUENCE = "rowmesh/dynamic", "rowmesh/checkpoint", "rowmesh/run/sequence"
+DYNAMIC, CHECKPOINT, SEQUENCE = "rowmesh/tables/dynamic", "rowmesh/checkpoint", "rowmesh/run/sequence"
 PUBLISHER = "rowmesh/publish/publisher.py"
 
 MUTATIONS = [

@@ -17,7 +17,7 @@ def test_one_version():
 
 
 def test_every_link_of_the_readme_works_on_a_package_index():
-    """Links to files become links to the repository, and the files are there; pictures become files that browsers show."""
+    """Links to files become links to the repository, pictures become files of it, and the files are there."""
     rules = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
     shown = (ROOT / "README.md").read_text()
     for rule in rules:
