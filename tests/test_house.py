@@ -25,15 +25,6 @@ PROGRAM = ("models", "observe", "data", "publish", "run", "report", "doctor", "c
 LAYERS = (*LIBRARY, *PROGRAM)
 # Files that import each other in a circle: this list only gets shorter.
 CIRCLES = {
-    "exchange.collective",
-    "exchange.copies",
-    "exchange.device_group",
-    "exchange.device_lanes",
-    "exchange.group",
-    "exchange.host_group",
-    "exchange.replica_rows",
-    "exchange.route",
-    "exchange.transport",
     "mesh.mesh",
     "mesh.watchdog",
     "ops.dynamic_index.cuda",

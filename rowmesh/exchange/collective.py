@@ -24,8 +24,8 @@ from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.handshake import Handshake, Step, after_hearing
-from rowmesh.exchange.host_group import HostGroupExchange
-from rowmesh.exchange.route import HostRouteGroup, Route, Routed, ShardGroupRoute
+from rowmesh.exchange.host_group import HostGroupExchange, HostRouteGroup, route_of_nothing
+from rowmesh.exchange.route import Opened, Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message, Wire
@@ -59,7 +59,7 @@ def sizes_of(bounds: Sequence[int]) -> list[int]:
     return [bounds[k + 1] - bounds[k] for k in range(len(bounds) - 1)]
 
 
-class Incoming:
+class Incoming(Opened):
     """The requests of other ranks to this one, for one group of one route.
 
     Attributes:
@@ -178,7 +178,7 @@ class CollectiveTransport(Transport[HostGroupExchange]):
         except ConfigurationError as error:
             return refusal or error, []
         for column, messages in enumerate(copied, start=3):
-            messages.copied_counts = rows[:, column].tolist()
+            messages.expect_copied(rows[:, column].tolist())
         return after_hearing(self._mesh, rows[:, 0].tolist(), refusal), rows[:, 1:3].tolist()
 
     def _sums_growing(self) -> list[CollectiveGroup]:
@@ -210,7 +210,7 @@ class CollectiveTransport(Transport[HostGroupExchange]):
         aligned, indices = [*routes], range(len(self._exchanges))
         try:
             while len(aligned) < most:
-                aligned.append(ShardGroupRoute(Route.of_nothing(self._exchanges), indices))
+                aligned.append(ShardGroupRoute(route_of_nothing(self._exchanges), indices))
         except Exception as error:
             refusal = error
         if (refusal := self._compare(step, refusal)[0]) is not None:
@@ -335,11 +335,11 @@ class CollectiveGroup:
 
     def expect(self, group: HostRouteGroup, offsets: np.ndarray, accesses: np.ndarray) -> None:
         """Takes the counts of the requests that will come."""
-        group.incoming = Incoming(offsets, accesses, self._num_replying)
+        group.keep(Incoming(offsets, accesses, self._num_replying))
 
     def post_keys(self, group: HostRouteGroup) -> Message:
         """Sends requests to owners and node leaders."""
-        look_up, incoming = group.look_up, group.incoming
+        look_up, incoming = group.look_up, group.opened_as(Incoming)
         send, count = look_up.send, incoming.num_entries
         self.make_room(group)
         out = send.lists.items(_KEY_BYTES, group.num_unique, offset=send.slots_offset)
@@ -348,7 +348,7 @@ class CollectiveGroup:
 
     def make_room(self, group: HostRouteGroup) -> None:
         """For what other ranks ask for, the rows they get, and gradients."""
-        look_up, exchange, count = group.look_up, self.exchange, group.incoming.num_entries
+        look_up, exchange, count = group.look_up, self.exchange, group.opened_as(Incoming).num_entries
         look_up.send.reserve_gradients(group.num_unique * exchange.gradient_bytes)
         look_up.replies.reserve(count * max(exchange.gradient_bytes, exchange.row_bytes))
         look_up.requests.reserve(_KEY_BYTES * count)
@@ -362,7 +362,7 @@ class CollectiveGroup:
             self._relay.request(look_up.relayed)
             self._relay.fetch(look_up.relayed)
         self._reply(group)
-        bounds = group.incoming.reply_bounds.tolist()
+        bounds = group.opened_as(Incoming).reply_bounds.tolist()
         out = look_up.replies.buffer.items(row_bytes, bounds[-1])
         into = look_up.received.buffer.items(row_bytes, look_up.reply_bounds[-1])
         return self._post(out, sizes_of(bounds), sizes_of(look_up.reply_bounds), into, self.exchange.row_wire)
@@ -374,7 +374,7 @@ class CollectiveGroup:
         return self._everyone.post(out, sizes_out, sizes_in, counters, self._doing, into, copies_own=False, wire=wire)
 
     def _reply(self, group: HostRouteGroup) -> None:
-        exchange, merger, incoming = self.exchange, self.exchange.merger, group.incoming
+        exchange, merger, incoming = self.exchange, self.exchange.merger, group.opened_as(Incoming)
         rank, look_up = exchange.rank, group.look_up
         out = look_up.replies.buffer.address
         if self._num_replying == exchange.num_segments and self._relay is None:
@@ -414,7 +414,7 @@ class CollectiveGroup:
 
     def post_gradients(self, group: HostRouteGroup) -> Message:
         """Sends the gradients of a route."""
-        size, look_up, incoming = self.exchange.gradient_bytes, group.look_up, group.incoming
+        size, look_up, incoming = self.exchange.gradient_bytes, group.look_up, group.opened_as(Incoming)
         out = look_up.send.gradients.items(size, group.num_unique)
         into = look_up.replies.buffer.items(size, incoming.num_entries)
         return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into, self.exchange.gradient_wire)
@@ -434,6 +434,10 @@ class CollectiveGroup:
             self.num_copied = end - first
         if self._relay and not self._relays_again:
             self._relay.make_room()
+
+    def expect_copied(self, counts: list[int]) -> None:
+        """Takes of how many copied rows each rank will have sums."""
+        self.copied_counts = counts
 
     @property
     def has_copies(self) -> bool:
@@ -513,7 +517,7 @@ def merged_requests(
             if rank == exchange.rank:
                 exchange.add_own(sources, group)
                 continue
-            look_up, incoming = group.look_up, group.incoming
+            look_up, incoming = group.look_up, group.opened_as(Incoming)
             # Entries are counted over all ranks here, requests from each sender's own beginning.
             ahead = int(incoming.bounds[rank]) - int(incoming.offsets[rank, 0])
             slots = look_up.requests.buffer.address + _KEY_BYTES * ahead

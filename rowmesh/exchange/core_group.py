@@ -16,16 +16,25 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.device_group import DeviceGroupExchange
+from rowmesh.exchange.device_group import DeviceGroupExchange, DeviceRouteGroup
 from rowmesh.exchange.group import GroupExchange
-from rowmesh.exchange.host_group import HostGroupExchange
-from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, HostRouteGroup, table_bounds
+from rowmesh.exchange.host_group import HostGroupExchange, HostRouteGroup
+from rowmesh.exchange.route import AnyRouteGroup, Opened, table_bounds
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.tensor_train import Lookup
 from rowmesh.placement import AddressMap, Plan, TableShape
 from rowmesh.placement.address_map import MAX_KEY
 from rowmesh.tables import TableGroup
 from rowmesh.tables.cores import CoreArena
+
+
+class CoreLookUps(Opened):
+    """The look-up of each table of a group, from the fetch to the update."""
+
+    __slots__ = ("tables",)
+
+    def __init__(self, tables: Sequence[Lookup]) -> None:
+        self.tables = tables
 
 
 class CoreGroup:
@@ -44,7 +53,7 @@ class CoreGroup:
 
     def fetch(self, group: AnyRouteGroup) -> None:
         """Computes the rows of a batch's distinct ids."""
-        group.core_look_ups = self._look_up(group, keep=torch.is_grad_enabled())
+        group.keep(CoreLookUps(self._look_up(group, keep=torch.is_grad_enabled())))
 
     def _look_up(self, group: AnyRouteGroup, *, keep: bool) -> list[Lookup]:
         raise NotImplementedError
@@ -53,7 +62,7 @@ class CoreGroup:
         """The distinct ids of a table in all batches, and the gradients of their rows; None where there are no ids."""
         taken = []
         for group in groups:
-            lookup = group.core_look_ups[table]
+            lookup = group.opened_as(CoreLookUps).tables[table]
             if not lookup.num_unique:
                 continue
             if lookup.version != self.arena.version:
@@ -69,7 +78,7 @@ class CoreGroup:
     def finish(self, groups: Sequence[AnyRouteGroup]) -> None:
         """Counts what this rank's batches asked for, distinct within each; forgets what only the update needed."""
         for group in groups:
-            group.core_look_ups = ()
+            group.keep(CoreLookUps(()))
             self.exchange.count_alone(group)
 
 

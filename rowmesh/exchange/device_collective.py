@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.exchange.device_group import DeviceGroupExchange
-from rowmesh.exchange.device_lanes import CopiesLane, Lane, Merging, NodeLane, Requests, spread
+from rowmesh.exchange.device_group import DeviceGroupExchange, DeviceRouteGroup
+from rowmesh.exchange.device_lanes import CopiesLane, Lane, Lanes, Merging, NodeLane, Requests, spread
 from rowmesh.exchange.handshake import Handshake, Step, after_hearing
-from rowmesh.exchange.route import DeviceRouteGroup, Routed
+from rowmesh.exchange.route import Routed
 from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
@@ -218,7 +218,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         ends = list(accumulate(part.shape[1] for part in sent))
         asked = self.hosts.exchange_equal(torch.from_numpy(np.hstack(sent)), self.common, _COUNTING).numpy()
         for (lane, each), part in zip(numbered, np.split(asked, ends[:-1], 1), strict=True):
-            each.asked, each.ids_asked, each.merging = part[:, 0].tolist(), part[:, 1:], None
+            each.ask_again(part[:, 0].tolist(), part[:, 1:])
             lane.take_keys(each, lane.post_keys(each))
 
     def barrier(self) -> None:
@@ -274,10 +274,11 @@ class DeviceGroup:
         self.exchange.counters.unique_ids += group.num_unique
         keys, group.look_up.uniques = self._lane_by_lane(group, sizes_out)
         parts = keys.split([sum(sizes) for sizes in sizes_out])
-        group.lanes = [
+        requests = [
             Requests(part, to_each, from_each, part[:0], *ids)
             for part, to_each, from_each, *ids in zip(parts, sizes_out, sizes_in, ids_out, ids_in, strict=True)
         ]
+        group.keep(Lanes(requests))
 
     def _lane_by_lane(self, group: DeviceRouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Keys, sorted by rank before, lane by lane; and the unique id of each."""
@@ -291,19 +292,19 @@ class DeviceGroup:
 
     def post_keys(self, group: DeviceRouteGroup) -> Message:
         """Sends requests to the owners."""
-        return self.lanes[0].post_keys(group.lanes[0])
+        return self.lanes[0].post_keys(_requests(group)[0])
 
     def post_copied_keys(self, group: DeviceRouteGroup) -> list[Message]:
         """Sends requests for rows with copies to the ranks that will add up their gradients."""
-        return [lane.post_keys(each) for lane, each in zip(self.lanes[1:], group.lanes[1:], strict=True)]
+        return [lane.post_keys(each) for lane, each in zip(self.lanes[1:], _requests(group)[1:], strict=True)]
 
     def post_rows(self, group: DeviceRouteGroup, keys: Message) -> Message:
         """Replies to the requests, once they are here."""
-        self.lanes[0].take_keys(group.lanes[0], keys)
-        table = self.exchange.arena.rows
+        direct, table = _requests(group)[0], self.exchange.arena.rows
+        self.lanes[0].take_keys(direct, keys)
         group.look_up.source = table.new_empty(group.num_unique, table.shape[1])
-        into, rows = group.look_up.source[: sum(group.lanes[0].sent)], self._gather(table, group.lanes[0].slots)
-        return self._post_rows(rows, group.lanes[0], into)
+        into, rows = group.look_up.source[: sum(direct.sent)], self._gather(table, direct.slots)
+        return self._post_rows(rows, direct, into)
 
     def _post_rows(self, rows: Tensor, requests: Requests, into: Tensor) -> Message:
         counters, wire = self.exchange.counters, self.exchange.row_wire
@@ -311,9 +312,9 @@ class DeviceGroup:
 
     def read_copies(self, group: DeviceRouteGroup, keys: Sequence[Message]) -> list[Message]:
         """Puts rows with copies beside the other fetched rows: own copies at once, those of other ranks by messages."""
-        messages, table = [], self.exchange.arena.rows
-        _, *places = group.look_up.source.split([len(each.keys) for each in group.lanes])
-        for lane, each, message, into in zip(self.lanes[1:], group.lanes[1:], keys, places, strict=True):
+        messages, table, requests = [], self.exchange.arena.rows, _requests(group)
+        _, *places = group.look_up.source.split([len(each.keys) for each in requests])
+        for lane, each, message, into in zip(self.lanes[1:], requests[1:], keys, places, strict=True):
             lane.take_keys(each, message)
             if lane.replies:
                 messages.append(self._post_rows(self._gather(table, each.slots), each, into))
@@ -323,7 +324,7 @@ class DeviceGroup:
 
     def merge_requests(self, group: DeviceRouteGroup) -> None:
         """Merges the requests, for the update; may run while rows travel."""
-        for lane, each in zip(self.lanes, group.lanes, strict=True):
+        for lane, each in zip(self.lanes, _requests(group), strict=True):
             lane.merged([each])
 
     def take_rows(self, group: DeviceRouteGroup, rows: Sequence[Message]) -> None:
@@ -334,8 +335,14 @@ class DeviceGroup:
 
     def pushed(self, group: DeviceRouteGroup) -> list[tuple[Requests, Tensor]]:
         """Requests and gradients of a route, lane by lane."""
-        gradients = group.look_up.summed.split([len(each.keys) for each in group.lanes])
-        return list(zip(group.lanes, gradients, strict=True))
+        requests = _requests(group)
+        gradients = group.look_up.summed.split([len(each.keys) for each in requests])
+        return list(zip(requests, gradients, strict=True))
+
+
+def _requests(group: DeviceRouteGroup) -> list[Requests]:
+    """Of a group of a route, lane by lane."""
+    return group.opened_as(Lanes).requests
 
 
 def _by_lane(numbers: Sequence[int], num_lanes: int) -> list[int]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rowmesh.errors import NoRoomError
 from rowmesh.exchange.group import GroupExchange, never
-from rowmesh.exchange.route import DeviceRouteGroup, RouteGroup, table_bounds
-from rowmesh.ops.look_up.device import DeviceLookUps
+from rowmesh.exchange.route import RouteGroup, table_bounds
+from rowmesh.ops.look_up.device import DeviceLookUp, DeviceLookUps
 from rowmesh.ops.look_up.slots import SlotFinder, UniqueIds
 from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.pool.handles import Bags
@@ -30,6 +30,8 @@ from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
 from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.dense import compute_dtype
 from rowmesh.tables.update_rules import Update
+
+DeviceRouteGroup = RouteGroup["DeviceGroupExchange", DeviceLookUp]
 
 
 class DeviceGroupExchange(GroupExchange):
@@ -111,7 +113,7 @@ class DeviceGroupExchange(GroupExchange):
         look_up = self.look_ups.find(ids, offsets, layout, bags)
         if self.group.storage != "tensor_train":
             look_up.source = self.arena.rows
-        return RouteGroup(self, layout, look_up)
+        return RouteGroup(self, layout, look_up, self.look_ups.give_back)
 
     # Rows that must be brought into fast memory before they are read
 
@@ -138,7 +140,7 @@ class DeviceGroupExchange(GroupExchange):
         """
         assert isinstance(self.arena, CachedArena)
         if group.pinned is None or not group.pinned.is_pinned:
-            group.pinned = self.arena.pin(group.look_up.wanted, may_wait)
+            group.pin(self.arena.pin(group.look_up.wanted, may_wait))
 
     def prefetch(self, group: DeviceRouteGroup) -> None:
         """See `GroupExchange.prefetch`."""

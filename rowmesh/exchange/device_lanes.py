@@ -17,8 +17,9 @@ Source: OPER §5.3 and Fig. 5 (local-aggregated sparse all-reduce), §4.3, last 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.exchange.device_group import DeviceGroupExchange
+from rowmesh.exchange.route import Opened
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.transfer import Late, upload
@@ -82,6 +84,42 @@ class Requests:
     merging: Merging | None = None
     held: PinnedRows | None = None
 
+    def take(self, slots: Tensor, held: PinnedRows | None) -> None:
+        """Takes the slots that came, and what keeps their rows in fast memory."""
+        self.slots, self.held = slots, held
+
+    def ask_again(self, asked: list[int], ids_asked: NDArray[np.int64]) -> None:
+        """Takes how many keys and ids come this time; what was merged of those before is of no use."""
+        self.asked, self.ids_asked, self.merging = asked, ids_asked, None
+
+    def merge(self, merge: Callable[[], Merging]) -> Merging:
+        """Merges them, once."""
+        if self.merging is None:
+            self.merging = merge()
+        return self.merging
+
+
+class Lanes(Opened):
+    """What a device's transport remembers of one group of a route: its requests, lane by lane."""
+
+    __slots__ = ("requests",)
+
+    def __init__(self, requests: list[Requests]) -> None:
+        self.requests = requests
+
+    def unpin(self) -> None:
+        """Rows that the current stream has read may leave fast memory."""
+        for each in self.requests:
+            if each.held is not None:
+                each.held.note_use()
+                each.held.unpin()
+
+    def release(self) -> None:
+        """Rows may leave fast memory."""
+        for each in self.requests:
+            if each.held is not None:
+                each.held.unpin()
+
 
 class Lane:
     """The requests of one kind of one group.
@@ -127,22 +165,22 @@ class Lane:
 
     def take_keys(self, requests: Requests, keys: Message) -> None:
         """Takes the requests of all ranks, once they are here, and pins their rows."""
-        if requests.held is not None:
+        if requests.held is not None:  # before others are pinned, which may need the room
             requests.held.unpin()
-        requests.slots, requests.held = self.exchange.pin_requested(keys.wait())
+        requests.take(*self.exchange.pin_requested(keys.wait()))
 
     def merged(self, requests: Sequence[Requests]) -> Merging:
         """Merges the requests of routes, in the order of the ranks, route after route; of one route only once."""
-        if len(requests) == 1 and requests[0].merging is not None:
-            return requests[0].merging
+        if len(requests) == 1:
+            return requests[0].merge(partial(self._merged, requests))
+        return self._merged(requests)
+
+    def _merged(self, requests: Sequence[Requests]) -> Merging:
         asked = [each.asked for each in requests]
         slots = by_rank([each.slots for each in requests], asked)
         ends = node_ends([sum(sizes) for sizes in zip(*asked, strict=True)], self._ranks_per_node, slots.device)
         merged = self._merge(slots, most=len(asked) * self._everyone.size, node_ends=ends)
-        merging = Merging(merged, Late(merged.num) if self.needs_num else None)
-        if len(requests) == 1:
-            requests[0].merging = merging
-        return merging
+        return Merging(merged, Late(merged.num) if self.needs_num else None)
 
     def post_gradients(self, requests: Sequence[Requests], gradients: Sequence[Tensor]) -> list[Message]:
         """Sends the gradients of several routes to the owners."""
@@ -275,7 +313,7 @@ class NodeLane(CopiesLane):
 
     def take_keys(self, requests: Requests, keys: Message) -> None:
         """Takes the requests of the ranks of this node, once they are here."""
-        requests.slots = _slots_of(keys.wait(), self.exchange.address_map.key_stride)
+        requests.take(_slots_of(keys.wait(), self.exchange.address_map.key_stride), None)
 
     def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         """Sends the other nodes this node's sums, adds those of all nodes in their order, and updates."""

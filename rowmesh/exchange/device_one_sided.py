@@ -42,10 +42,10 @@ import torch
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
-from rowmesh.exchange.device_group import DeviceGroupExchange
-from rowmesh.exchange.device_lanes import Requests, by_rank, node_ends
+from rowmesh.exchange.device_group import DeviceGroupExchange, DeviceRouteGroup
+from rowmesh.exchange.device_lanes import Lanes, Requests, by_rank, node_ends
 from rowmesh.exchange.handshake import Handshake, Step, after_hearing
-from rowmesh.exchange.route import DeviceRouteGroup, Routed
+from rowmesh.exchange.route import Routed
 from rowmesh.exchange.transport import LateChecks, Meanwhile, Transport, check_peers, count_unique
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
@@ -204,13 +204,12 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
     def _take_numbers(self, group: DeviceRouteGroup, numbers: list[int]) -> None:
         """Notes how many rows of each owner a batch needed, which were read, and for how many ids of each table."""
         exchange = group.exchange
-        assert isinstance(exchange, DeviceGroupExchange)
         destinations, num_tables = exchange.num_destinations, len(exchange.group.tables)
         rows, ids = np.array(numbers).reshape(2, destinations, -1, num_tables).sum(2)
         sizes = rows.sum(1).tolist()
         count_unique(group, sizes)
         keys = group.look_up.found.keys[: sum(sizes)]
-        group.lanes = [Requests(keys, sizes, [], keys[:0], ids)]
+        group.keep(Lanes([Requests(keys, sizes, [], keys[:0], ids)]))
         remote = sum(sizes[: self._mesh.world_size]) - sizes[self._mesh.rank]
         exchange.counters.bytes_received += remote * exchange.arena.rows[:1].nbytes
 
@@ -318,8 +317,8 @@ class _Group:
 
     def put(self, groups: Sequence[DeviceRouteGroup]) -> None:
         """Lays out the keys and gradients of some routes, sorted by owner, and of one owner route after route."""
-        asked = [(group.lanes[0].keys, group.look_up.uniques, group.look_up.summed) for group in groups]
-        sizes, count = [group.lanes[0].sent for group in groups], sum(len(keys) for keys, _, _ in asked)
+        asked = [(_requests(group).keys, group.look_up.uniques, group.look_up.summed) for group in groups]
+        sizes, count = [_requests(group).sent for group in groups], sum(len(keys) for keys, _, _ in asked)
         if not count:
             return
         own_gradients, own_keys = (box[:count] for box in self._boxes[self._mesh.rank])
@@ -332,12 +331,12 @@ class _Group:
     def where(self, groups: Sequence[DeviceRouteGroup]) -> np.ndarray:
         """The layout of the send buffer of some routes, as each rank needs it: int64 `[W, 4 + S]`."""
         sizes = [
-            sum(group.lanes[0].sent[destination] for group in groups)
+            sum(_requests(group).sent[destination] for group in groups)
             for destination in range(self._exchange.num_destinations)
         ]
         ids = np.zeros((len(sizes), len(self._exchange.group.tables)), np.int64)
         for group in groups:
-            ids += group.lanes[0].ids_sent
+            ids += _requests(group).ids_sent
         ids, of_all = np.split(ids, [self._mesh.world_size])
         ids[0] += of_all.sum(0)  # one rank counts rows that all have
         return np.hstack([_where(sizes, self._mesh.world_size), ids])
@@ -399,3 +398,9 @@ def _view(memory: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
     """The beginning of uint8 memory as something else."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return memory[:num_bytes].view(dtype).view(shape)
+
+
+def _requests(group: DeviceRouteGroup) -> Requests:
+    """What a batch asks for, of all kinds of rows."""
+    (requests,) = group.opened_as(Lanes).requests
+    return requests

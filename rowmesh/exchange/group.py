@@ -8,11 +8,12 @@ side knows what of it, differs: see `rowmesh.exchange.host_group` and `rowmesh.e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rowmesh._support.counters import GroupCounters
+from rowmesh.exchange.replica_rows import ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.route import AnyRouteGroup
 from rowmesh.mesh.channel import Wire
 from rowmesh.ops.merge_update import Merged
@@ -22,9 +23,6 @@ from rowmesh.tables import CachedArena, DenseArena, TableGroup
 from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.dense import compute_dtype
 from rowmesh.tables.update_rules import Update
-
-if TYPE_CHECKING:
-    from rowmesh.exchange.replica_rows import ReplicatedMeans, ReplicatedSums
 
 
 def never() -> bool:

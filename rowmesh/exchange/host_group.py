@@ -14,7 +14,7 @@ from rowmesh._support.faults import reach
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.group import GroupExchange, never
 from rowmesh.exchange.resolve.asking import Asked, largest
-from rowmesh.exchange.route import HostRouteGroup, RouteGroup, refused_ids
+from rowmesh.exchange.route import Route, RouteGroup, refused_ids
 from rowmesh.ops.look_up import HostLookUp, HostLookUps, UniqueIds
 from rowmesh.ops.memory import Buffer, Memory, array_at, held_bytes
 from rowmesh.ops.merge_update import HostMerged, Merged, Merger
@@ -29,6 +29,8 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import CachedArena, DenseArena, PinnedRows, TableGroup
 from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.update_rules import Update
+
+HostRouteGroup = RouteGroup["HostGroupExchange", HostLookUp]
 
 
 class Found(NamedTuple):
@@ -130,7 +132,7 @@ class HostGroupExchange(GroupExchange):
             counters.routes += 1
             counters.ids += layout.num_ids
             counters.unique_ids += look_up.num_unique
-        return RouteGroup(self, layout, look_up)
+        return RouteGroup(self, layout, look_up, self.look_ups.give_back)
 
     def _mapped(self, ids: Tensor, layout: GroupLayout) -> Tensor:
         """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
@@ -156,7 +158,8 @@ class HostGroupExchange(GroupExchange):
         """The group's part of a route that asks for no row."""
         look_up = self._take_look_up()
         look_up.take_nothing()
-        return RouteGroup(self, GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False), look_up)
+        layout = GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False)
+        return RouteGroup(self, layout, look_up, self.look_ups.give_back)
 
     # The same of dynamic tables, whose ids become frames in between
 
@@ -333,3 +336,10 @@ class HostGroupExchange(GroupExchange):
     def _count_into(self, group: HostRouteGroup, traffic: Traffic) -> None:
         send = group.look_up.send
         traffic.add(self.address_map, send.segment_offsets, send.accesses)
+
+
+def route_of_nothing(exchanges: Sequence[HostGroupExchange]) -> Route:
+    """A route on the host that asks for no row."""
+    route = Route(SparseBatch((), torch.empty(0, dtype=torch.int64, device="cpu"), 0, bag_size=0))
+    route.groups += [exchange.nothing() for exchange in exchanges]
+    return route

@@ -17,7 +17,7 @@ from rowmesh.errors import RowmeshError
 from rowmesh.exchange.collective import Incoming, merged_requests
 from rowmesh.exchange.copies import Copies
 from rowmesh.exchange.device_collective import DeviceGroup
-from rowmesh.exchange.device_lanes import Merging, Requests
+from rowmesh.exchange.device_lanes import Lanes, Merging, Requests
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
@@ -187,8 +187,9 @@ class OnHost(MicroBatchGroup):
     def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
         """Takes the same of all ranks."""
         group, split = window.group, self.exchange.num_segments + 1
-        group.incoming = Incoming(sizes[:, :split], sizes[:, split:], self.exchange.num_segments)
-        window.on_host.open(np.array(group.look_up.bounds), group.incoming.bounds)
+        incoming = Incoming(sizes[:, :split], sizes[:, split:], self.exchange.num_segments)
+        group.keep(incoming)
+        window.on_host.open(np.array(group.look_up.bounds), incoming.bounds)
 
     def _keys(self, window: WindowGroup) -> tuple[Tensor, Tensor]:
         group, num_asked = window.group, window.on_host.num_asked
@@ -202,7 +203,7 @@ class OnHost(MicroBatchGroup):
         for message in messages:
             message.wait()
         group, exchange, memory = window.group, self.exchange, window.on_host
-        incoming = group.incoming
+        incoming = group.opened_as(Incoming)
         merged_requests(exchange, [group], self._ranks_per_node, memory.merger)
         memory.choose(self._form)
         if self._copies is not None:  # segments of copied rows come last in each list
@@ -219,7 +220,7 @@ class OnHost(MicroBatchGroup):
         if pinned is not None:
             places = pinned.cache_slots.ctypes.data
             memory.spread_places(places)
-            self.exchange.place_own(group, merger, int(group.incoming.bounds[self.exchange.rank]))
+            self.exchange.place_own(group, merger, int(group.opened_as(Incoming).bounds[self.exchange.rank]))
         if finds_final or self._verifies:
             memory.note_touched(merger.merged_slots if self._verifies else places, self._touched, number)
         if finds_final:
@@ -236,7 +237,7 @@ class OnHost(MicroBatchGroup):
             group.unpin()
         else:
             self._change(window, update)
-        self.exchange.counters.count_tables(group.incoming.accesses.sum(0), merger.merged_offsets)
+        self.exchange.counters.count_tables(group.opened_as(Incoming).accesses.sum(0), merger.merged_offsets)
         if self._verifies:
             self._versions[merger.slots] = number
 
@@ -308,31 +309,37 @@ class OnDevice(MicroBatchGroup):
         """The transport has exchanged them."""
         group = window.group
         arena, dtype = self.exchange.arena.rows, compute_dtype(self.exchange.group.dtype)
-        window.on_device.open(group.look_up.uniques, group.lanes[0].sent, group.lanes[0].asked, arena, dtype)
+        direct = self._requests(window)[0]
+        window.on_device.open(group.look_up.uniques, direct.sent, direct.asked, arena, dtype)
+
+    @staticmethod
+    def _requests(window: WindowGroup) -> list[Requests]:
+        return window.group.opened_as(Lanes).requests
 
     def _keys(self, window: WindowGroup) -> tuple[Tensor, None]:
-        return window.group.lanes[0].keys, None
+        return self._requests(window)[0].keys, None
 
     def post_keys(self, window: WindowGroup) -> list[Message]:
         """Sends requests to the owners, with the micro-batches that use each row, and which copies are read."""
         posted = super().post_keys(window)
         if self._copies is not None:
-            posted.append(self._copies.post_keys(window.group.lanes[1]))
+            posted.append(self._copies.post_keys(self._requests(window)[1]))
         return posted
 
     def take_keys(self, window: WindowGroup, messages: Sequence[Message]) -> None:
         """Merges what ranks ask for; how many copied rows they read is on its way to the host."""
-        group, copied = window.group, messages[-1]
+        requests, copied = self._requests(window), messages[-1]
         keys = messages[:-1] if self._copies is not None else messages
-        group.lanes[0].slots, *uses = (message.wait() for message in keys)
-        window.on_device.take_requests(group.lanes[0].slots, uses[0] if uses else None)
+        slots, *uses = (message.wait() for message in keys)
+        requests[0].take(slots, None)
+        window.on_device.take_requests(slots, uses[0] if uses else None)
         self._merging(window)
         if self._copies is not None:
-            self._copies.take_keys(group.lanes[1], copied)
-            self._copies.merged([group.lanes[1]])
+            self._copies.take_keys(requests[1], copied)
+            self._copies.merged([requests[1]])
 
     def _merging(self, window: WindowGroup) -> Merging:
-        return self._lane.merged([window.group.lanes[0]])  # once for one
+        return self._lane.merged([self._requests(window)[0]])  # once for one
 
     def _find_final(self, window: WindowGroup, before: WindowGroup | None) -> None:
         others = None if before is None else self._merging(before).merged
@@ -340,27 +347,26 @@ class OnDevice(MicroBatchGroup):
 
     def _begin_phase(self, window: WindowGroup, phase: int) -> None:
         if self._copies is not None and phase == FINAL + 1:  # what came before the window was updated
-            window.on_device.read_copies(window.group.lanes[1].keys)
+            window.on_device.read_copies(self._requests(window)[1].keys)
 
     def post_gradients(self, window: WindowGroup, phase: int) -> Message:
         """Sends the gradients that are complete in a phase; those of copied rows in the last one."""
         if self._copies is not None and phase == len(window.parts):
             sums = window.on_device.copied_gradients()
-            window.copied = self._copies.post_gradients([window.group.lanes[1]], [sums])
+            window.copied = self._copies.post_gradients([self._requests(window)[1]], [sums])
         return super().post_gradients(window, phase)
 
     def requests(self, window: WindowGroup) -> list[Requests]:
         """The requests, lane by lane."""
-        return window.group.lanes
+        return self._requests(window)
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the requested rows, gradients in the order of the ranks; and copied rows alike."""
-        group, merging = window.group, self._merging(window)
+        (direct, *copied), merging = self._requests(window), self._merging(window)
         self._lane.apply(merging, window.on_device.came(), update)
-        self._lane.count(group.lanes[:1], merging)
+        self._lane.count([direct], merging)
         if self._copies is not None:
-            requests = group.lanes[1:]
-            self._copies.push(requests, self._copies.merged(requests), window.copied, update)
+            self._copies.push(copied, self._copies.merged(copied), window.copied, update)
         self._drop_gradients(window)
 
     def forget(self, window: WindowGroup, number: int) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,11 +29,9 @@ from rowmesh.ops.average.touched import TouchedRows
 from rowmesh.ops.memory import Kinds, Room, grown, held_bytes, laid_out, take
 from rowmesh.ops.merge_update import HostMerged, Merged, Merger, Singles, copy_slots, merge, singles, sum_merged
 from rowmesh.ops.transfer import Late, upload
-from rowmesh.tables.dense import DenseArena, compute_dtype
+from rowmesh.tables import CachedArena, DenseArena
+from rowmesh.tables.dense import compute_dtype
 from rowmesh.tables.update_rules import Update
-
-if TYPE_CHECKING:
-    from rowmesh.exchange.group import GroupExchange
 
 CHUNK_BYTES = 16 << 20  # of whole tables are averaged at once
 
@@ -89,21 +86,21 @@ class ReplicatedSums:
     """One group's gradients, waiting for those of other replicas.
 
     Args:
-        exchange: the group's.
-        device: where its rows are; None: the host's memory.
+        arena: the group's rows on this rank.
+        device: where they are; None: the host's memory.
 
     Attributes:
         kinds: of what is sent, the slots first.
     """
 
-    def __init__(self, exchange: GroupExchange, device: torch.device | None) -> None:
-        self._arena, self._device, group = exchange.arena, device, exchange.group
-        self.kinds: Kinds = [(_slot_dtype(device), ()), (compute_dtype(group.dtype), (group.dim,))]
-        self._kept = [exchange.arena.rows.new_empty(0, *shape, dtype=dtype) for dtype, shape in self.kinds]
+    def __init__(self, arena: DenseArena | CachedArena, device: torch.device | None) -> None:
+        self._arena, self._device, dim = arena, device, arena.rows.shape[1]
+        self.kinds: Kinds = [(_slot_dtype(device), ()), (compute_dtype(arena.rows.dtype), (dim,))]
+        self._kept = [arena.rows.new_empty(0, *shape, dtype=dtype) for dtype, shape in self.kinds]
         self._used = 0
         self._late: list[tuple[int, Late | int]] = []  # on a device, where sums begin, and how many those are
-        row_bytes = group.dim * group.dtype.itemsize
-        self._merger = Merger(1, exchange.arena.address, row_bytes) if device is None else None
+        row_bytes = dim * arena.rows.dtype.itemsize
+        self._merger = Merger(1, arena.address, row_bytes) if device is None else None
         self._singles = Singles() if device is None else None
         self._reduced = [Room(device) for _ in self.kinds]
 
@@ -199,8 +196,8 @@ class ReplicatedMeans:
     """One group's rows and optimizer state, averaged over replicas.
 
     Args:
-        exchange: the group's.
-        device: where its rows are; None: the host's memory.
+        arena: the group's rows on this rank.
+        device: where they are; None: the host's memory.
         replica: of this rank.
         is_whole: whether whole tables are averaged; which rows were touched is then not noted.
 
@@ -210,10 +207,12 @@ class ReplicatedMeans:
         touched: rows that replicas may differ in, until they are averaged; of whole tables none.
     """
 
-    def __init__(self, exchange: GroupExchange, device: torch.device | None, replica: int, *, is_whole: bool) -> None:
-        assert isinstance(exchange.arena, DenseArena), "rows of tiers have one replica"
-        self._arena, self._device, self._replica = exchange.arena, device, replica
-        tensors = [exchange.arena.rows, *exchange.arena.state.values()]
+    def __init__(
+        self, arena: DenseArena | CachedArena, device: torch.device | None, replica: int, *, is_whole: bool
+    ) -> None:
+        assert isinstance(arena, DenseArena), "rows of tiers have one replica"
+        self._arena, self._device, self._replica = arena, device, replica
+        tensors = [arena.rows, *arena.state.values()]
         self.tables = [tensor if tensor.dim() == 2 else tensor.unsqueeze(1) for tensor in tensors]
         self.kinds: Kinds = [(_slot_dtype(device), ()), *((t.dtype, (t.shape[1],)) for t in self.tables)]
         self.touched = TouchedRows([table[:0] for table in self.tables] if is_whole else self.tables, device)

@@ -415,9 +415,9 @@ def make_synchronizer(
     groups = list[_Group]()
     for exchange in exchanges:
         if setting.mode == "exact":
-            rows = ReplicatedSums(exchange, device)
+            rows = ReplicatedSums(exchange.arena, device)
         else:
-            rows = ReplicatedMeans(exchange, device, mesh.rank, is_whole=setting.dense)
+            rows = ReplicatedMeans(exchange.arena, device, mesh.rank, is_whole=setting.dense)
         if not setting.dense:  # whole tables need no account of what is touched
             exchange.replicated = rows
         groups.append(_Group(rows, exchange, device))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
@@ -14,43 +13,52 @@ from rowmesh.exchange.resolve.pins import BatchPin
 from rowmesh.ops.look_up import HostLookUp
 from rowmesh.ops.look_up.device import DeviceLookUp
 from rowmesh.ops.pool.layout import GroupLayout
-from rowmesh.ops.tensor_train import Lookup
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import PinnedRows, TableGroup, TableSpec
-
-if TYPE_CHECKING:
-    from rowmesh.exchange.collective import Incoming
-    from rowmesh.exchange.device_lanes import Requests
-    from rowmesh.exchange.group import GroupExchange
-    from rowmesh.exchange.host_group import HostGroupExchange
 
 Moment = tuple[int, int]
 """Which look-up this is, and after how many steps; for messages."""
 
+X = TypeVar("X")
 L = TypeVar("L", HostLookUp, DeviceLookUp)
+Kept = TypeVar("Kept", bound="Opened")
 
 
-class RouteGroup(Generic[L]):
-    """One group of a route, or of one of its micro-batches.
+class Opened:
+    """What a transport remembers of one group of a route, from fetch to update; it alone reads and writes it."""
 
-    Attributes:
+    __slots__ = ()
+
+    def unpin(self) -> None:
+        """Rows that the current stream has read may leave fast memory."""
+
+    def release(self) -> None:
+        """The route is gone, or fetched anew: rows may leave fast memory."""
+
+
+class RouteGroup(Generic[X, L]):
+    """One group of a route, or of one of its micro-batches: what is asked, which does not change once it is routed.
+
+    Args:
         exchange: the group's.
         layout: where each feature's ids and vectors are.
         look_up: what was found of the batch: a `HostLookUp` or a `DeviceLookUp`.
+        give_back: takes the look-up when the route is gone; a part of a window gives none back.
+
+    Attributes:
+        exchange, layout, look_up: as given.
         pinned: keeps rows that this rank reads, or was asked for, in fast memory, where they could leave it.
-        incoming: what other ranks asked for, where the transport of hosts learns it at fetch.
-        core_look_ups: of each tensor-train table, from the fetch to the update.
-        lanes: on devices, what is asked of the ranks, lane by lane.
+        opened: what the transport of the group remembers, once the route was fetched; see `opened_as`.
     """
 
-    __slots__ = ("core_look_ups", "exchange", "incoming", "lanes", "layout", "look_up", "pinned")
-    incoming: Incoming
-    core_look_ups: Sequence[Lookup]
+    __slots__ = ("_give_back", "exchange", "layout", "look_up", "opened", "pinned")
 
-    def __init__(self, exchange: GroupExchange, layout: GroupLayout, look_up: L) -> None:
-        self.exchange, self.layout, self.look_up = exchange, layout, look_up
+    def __init__(
+        self, exchange: X, layout: GroupLayout, look_up: L, give_back: Callable[[L], None] | None = None
+    ) -> None:
+        self.exchange, self.layout, self.look_up, self._give_back = exchange, layout, look_up, give_back
         self.pinned: PinnedRows | None = None
-        self.lanes: list[Requests] = []
+        self.opened: Opened | None = None
 
     @property
     def num_unique(self) -> int:
@@ -63,27 +71,37 @@ class RouteGroup(Generic[L]):
         if before is not None:
             before.unpin()
 
+    def keep(self, opened: Opened) -> None:
+        """Keeps what its transport remembers of it now, until the route is gone or fetched anew."""
+        before, self.opened = self.opened, opened
+        if before is not None:
+            before.release()
+
+    def opened_as(self, kind: type[Kept]) -> Kept:
+        """What was kept, for the transport that kept it."""
+        assert isinstance(self.opened, kind)
+        return self.opened
+
     def unpin(self) -> None:
         """Rows that the current stream has read may leave fast memory."""
-        for rows in (self.pinned, *(lane.held for lane in self.lanes)):
-            if rows is not None:
-                rows.note_use()
-                rows.unpin()
+        if self.pinned is not None:
+            self.pinned.note_use()
+            self.pinned.unpin()
+        if self.opened is not None:
+            self.opened.unpin()
 
     def release(self) -> None:
         """Gives memory back; rows may leave fast memory."""
         if self.pinned is not None:
             self.pinned.unpin()
-        for lane in self.lanes:
-            if lane.held is not None:
-                lane.held.unpin()
-        self.exchange.look_ups.give_back(self.look_up)
+        if self.opened is not None:
+            self.opened.release()
+        if self._give_back is not None:
+            self._give_back(self.look_up)
 
 
-HostRouteGroup = RouteGroup[HostLookUp]
-DeviceRouteGroup = RouteGroup[DeviceLookUp]
-AnyRouteGroup = RouteGroup[Any]
-"""Of either: what passes it on does not look into it."""
+AnyRouteGroup = RouteGroup[Any, Any]
+"""Of a host or of a device: what passes it on does not look into it."""
 
 
 class LateIdCheck:
@@ -152,13 +170,6 @@ class Route:
 
     late: LateIdCheck | None
     pin: BatchPin | None
-
-    @classmethod
-    def of_nothing(cls, exchanges: Sequence[HostGroupExchange]) -> Route:
-        """A route on the host that asks for no row."""
-        route = cls(SparseBatch((), torch.empty(0, dtype=torch.int64, device="cpu"), 0, bag_size=0))
-        route.groups = [exchange.nothing() for exchange in exchanges]
-        return route
 
     def __del__(self) -> None:
         if self._give_back is not None:

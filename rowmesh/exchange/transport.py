@@ -35,9 +35,10 @@ from torch import Tensor
 
 from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import IdRangeError, RefusedError
+from rowmesh.exchange.device_group import DeviceRouteGroup
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
-from rowmesh.exchange.route import AnyRouteGroup, DeviceRouteGroup, Routed
+from rowmesh.exchange.route import AnyRouteGroup, Routed
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.transfer import Late

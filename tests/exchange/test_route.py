@@ -5,7 +5,7 @@ import gc
 import numpy as np
 
 from rowmesh import EmbeddingCollection, SparseBatch, TableSpec
-from rowmesh.exchange.route import Route
+from rowmesh.exchange.host_group import route_of_nothing
 
 TABLES = [TableSpec(name="a", num_rows=9, dim=3), TableSpec(name="b", num_rows=9, dim=3)]
 
@@ -34,7 +34,7 @@ def test_a_route_of_nothing():
     embeddings.route(SparseBatch.from_bags({"a": [[1]], "b": [[1]]}))  # leaves its numbers in a workspace
     gc.collect()
     (exchange,) = embeddings.engine.exchanges
-    route = Route.of_nothing(embeddings.engine.exchanges)
+    route = route_of_nothing(embeddings.engine.exchanges)
     (group,) = route.groups
     assert exchange.look_ups.idle == []
     assert group.look_up.bounds == [0, 0]

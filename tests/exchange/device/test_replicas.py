@@ -231,7 +231,7 @@ def test_the_list_of_touched_rows_grows_no_further_than_the_table(device):
     """Rows that are touched again take no room, though the host learns it later."""
     collection = EmbeddingCollection(ITEM, device="cuda")
     exchange: Any = collection.engine.exchanges[0]
-    means = exchange.replicated = replica_rows.ReplicatedMeans(exchange, device, 0, is_whole=False)
+    means = exchange.replicated = replica_rows.ReplicatedMeans(exchange.arena, device, 0, is_whole=False)
     optimizer = EmbeddingOptimizer(collection)
     for rows in ([1, 2], [2, 1], [1, 4], [0, 3, 4], [5, 6, 7]):
         step(collection, optimizer, *rows)
