@@ -37,7 +37,9 @@ class PeerError(RowmeshError, RuntimeError):
         is_common: whether all ranks raise it alike, before anything has changed.
     """
 
-    is_common = False
+    def __init__(self, *text: str, is_common: bool = False) -> None:
+        super().__init__(*text)
+        self.is_common = is_common
 
 
 class RefusedError(PeerError):

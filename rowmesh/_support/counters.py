@@ -24,6 +24,10 @@ class CommonCounters:
     bytes_sent: int = 0
     bytes_received: int = 0
 
+    def add_received(self, num_bytes: int) -> None:
+        """Adds what this rank read of others."""
+        self.bytes_received += num_bytes
+
 
 @dataclass
 class SyncCounters(CommonCounters):
@@ -35,6 +39,10 @@ class SyncCounters(CommonCounters):
     """
 
     rows: int = 0
+
+    def add_rows(self, count: int) -> None:
+        """Adds rows that were sent."""
+        self.rows += count
 
 
 @dataclass
@@ -92,6 +100,24 @@ class GroupCounters:
         """Table → distinct rows among them, update by update; waits for the device."""
         numbers = self._distinct + self.distinct.cpu().numpy()
         return dict(zip(self.tables, numbers.tolist(), strict=True))
+
+    def add_route(self, ids: int, unique_ids: int = 0) -> None:
+        """Adds a batch that was routed; a device's unique ids are known later."""
+        self.routes += 1
+        self.ids += ids
+        self.unique_ids += unique_ids
+
+    def add_unique(self, count: int) -> None:
+        """Adds unique ids of a batch that was routed before."""
+        self.unique_ids += count
+
+    def add_received(self, num_bytes: int) -> None:
+        """Adds what this rank read of others."""
+        self.bytes_received += num_bytes
+
+    def add_push(self) -> None:
+        """Adds an update in which the group took part."""
+        self.pushes += 1
 
     def count_outside(self, feature: str, count: int) -> None:
         """Adds ids of a feature that are no rows of its table."""

@@ -156,7 +156,7 @@ class Engine:
         )
         if self.resolver is not None:
             for means in self._dynamic_means:
-                means.resolver = self.resolver
+                means.decide_with(self.resolver)
         indexed = () if self.resolver is None else self.resolver.device_tables
         self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
         self._under_way: weakref.WeakKeyDictionary[Route, SparseBatch] = weakref.WeakKeyDictionary()
@@ -274,7 +274,7 @@ class Engine:
                 self.step_count += 1
                 self.pending.remove(taken, self._num_pushes)
                 for exchange in self.exchanges:
-                    exchange.counters.pushes += 1
+                    exchange.counters.add_push()
                 if self.resolver is not None:
                     self._end([route.pin for route in taken if route.pin is not None])
             except (NoRoomError, StoreError):  # of averaged replicas, which then make nothing one, on all ranks alike
@@ -417,7 +417,7 @@ class Engine:
         meanwhile = self.outputs.pooling.compress if torch.is_grad_enabled() else _nothing
         with self._fetching:
             self._num_fetches += 1
-            route.number = self._num_fetches
+            route.begin(self._num_fetches)
             for each in self._stored:
                 each.fetch(route, meanwhile)
         for each in self._computed:
@@ -425,7 +425,7 @@ class Engine:
 
     def _pool(self, route: Route) -> Embeddings:
         if torch.is_grad_enabled():
-            route.thread, route.num_pushes = threading.get_ident(), self._num_pushes
+            route.train(threading.get_ident(), self._num_pushes)
         batch = route.batch
         return self.outputs(route.groups, batch, slice(0, batch.batch_size), partial(self._take_gradients, route))
 
@@ -436,7 +436,7 @@ class Engine:
         # Peers read sums before the update; and several look-ups would each keep the gradient of its output.
         may_wait = self.mesh.world_size == 1 and not self.pending
         self.outputs.pooling.backward(route.groups, gradients, may_wait=may_wait)
-        route.has_gradients = True
+        route.take_gradients()
         self.pending.add(route)
 
     def flush_replicas(self) -> None:
@@ -551,7 +551,8 @@ class Engine:
                 raise self._is_driven("another one begins")
             self._check_free("a pipeline begins")
             self.mesh.claim("pipeline")
-            self._driver, self._rows_mesh.cancellation.event = driver, driver.cancelled
+            self._driver = driver
+            self._rows_mesh.cancellation.watch(driver.cancelled)
             self._num_opened, self._first_step = self.step_count, self.step_count + 1
             self._note_merges()
             if self.resolver is not None:
@@ -570,7 +571,8 @@ class Engine:
         """
         if self.resolver is not None and last is not None and not self.resolver.is_opening:  # a thread left alone may
             self.resolver.go_back_where_possible(self._num_resolved if last < 0 else last)
-        self._driver = self._rows_mesh.cancellation.event = None
+        self._driver = None
+        self._rows_mesh.cancellation.watch(None)
         for means in self._dynamic_means:
             means.forget_ahead()
         self.mesh.unclaim("pipeline")
@@ -718,7 +720,8 @@ class Engine:
     def _note_merges(self) -> None:
         """Tells the resolver whether averaged replicas make one of what they know after the next batch."""
         if self.resolver is not None:
-            self.resolver.merge_is_due = any(means.is_due(self._num_opened + 1) for means in self._dynamic_means)
+            is_due = any(means.is_due(self._num_opened + 1) for means in self._dynamic_means)
+            self.resolver.expect_merge(is_due=is_due)
 
     def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
         """The vectors of a micro-batch whose rows are here; differentiable.
@@ -750,7 +753,7 @@ class Engine:
             self._num_pushes += 1
             self.step_count += 1
             for exchange in self.exchanges:
-                exchange.counters.pushes += 1
+                exchange.counters.add_push()
             if window.route.pin is not None:
                 self._end([window.route.pin])
         except (NoRoomError, StoreError):  # of averaged replicas, as in `push`
@@ -762,6 +765,10 @@ class Engine:
             raise
 
     # What happens between two steps
+
+    def count_from(self, steps: int) -> None:
+        """Counts steps on from so many: those of a loaded state."""
+        self.step_count = steps
 
     def synchronize(self) -> None:
         """Makes all replicas of all rows equal. Collective."""
@@ -890,7 +897,7 @@ class Engine:
             mine = new.fill_from(self.shard_groups)
             for before, after in zip(self.exchanges, new.exchanges, strict=True):
                 after.freeze(is_frozen=before.is_frozen)
-                after.counters = before.counters  # now: what synchronizes replicas goes on with those that it finds
+                after.count_on(before.counters)  # now: what synchronizes replicas goes on with those that it finds
             new.connect()
         except BaseException:
             new.close()

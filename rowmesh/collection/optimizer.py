@@ -38,6 +38,8 @@ class _Group(Protocol):
 class _Engine(Protocol):
     step_count: int
 
+    def count_from(self, steps: int) -> None: ...
+
     def push_pending(self, rates: Sequence[Rate]) -> None: ...
 
     def check_pending(self) -> bool: ...
@@ -262,7 +264,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
                 "the state of a schedule does not; load both by rowmesh.load, or make the schedule anew"
             )
         state.pop("rows", None)
-        self._engine.step_count = state.pop("step_count")
+        self._engine.count_from(state.pop("step_count"))
         super().load_state_dict(state)
 
     def order_of(self, state_dict: Mapping[str, Any]) -> list[int]:

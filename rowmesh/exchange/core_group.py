@@ -127,7 +127,7 @@ class DeviceCoreGroup(CoreGroup):
     def _look_up(self, group: DeviceRouteGroup, *, keep: bool) -> list[Lookup]:
         # The unique ids of a table do not begin behind where its ids do, so that as many can be read from there.
         look_up, unique, device = group.look_up, group.look_up.unique, self._device
-        look_up.source = torch.empty(group.num_unique, self.group.dim, dtype=self.group.dtype, device=device)
+        look_up.read_from(torch.empty(group.num_unique, self.group.dim, dtype=self.group.dtype, device=device))
         lookups = []
         for table, (begin, end) in enumerate(pairwise(table_bounds(self.group, group.layout))):
             first, last = unique.offsets[table : table + 1], unique.offsets[table + 1 : table + 2]

@@ -321,7 +321,7 @@ class CoreShardGroup:
     def forget(self) -> None:
         """The cores change: products made of them before are stale."""
         for group in self._groups:
-            group.arena.version += 1
+            group.arena.note_change()
 
     def flush_own(self) -> None:
         """Cores are always up to date."""

@@ -202,7 +202,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
 
     def _take_counts(self, counts: np.ndarray) -> None:
         for lane, of_ranks in zip(self._copies, counts.T.tolist(), strict=True):
-            lane.counts = of_ranks
+            lane.expect(of_ranks)
 
     def _ask_again(self, requests: Sequence[list[Requests]], gradients: Sequence[list[Tensor]], most: int) -> None:
         """Makes all ranks push equally many routes: they send their requests once more, or none where they have none.
@@ -270,9 +270,10 @@ class DeviceGroup:
         ids_out, ids_in = (
             [part[:, 1].reshape(len(part), -1, num_tables).sum(1) for part in parts] for parts in by_lane
         )
-        group.look_up.num_unique = int(sent[:, 0].sum())
-        self.exchange.counters.unique_ids += group.num_unique
-        keys, group.look_up.uniques = self._lane_by_lane(group, sizes_out)
+        num_unique = int(sent[:, 0].sum())
+        self.exchange.counters.add_unique(num_unique)
+        keys, uniques = self._lane_by_lane(group, num_unique, sizes_out)
+        group.look_up.ask(num_unique, uniques)
         parts = keys.split([sum(sizes) for sizes in sizes_out])
         requests = [
             Requests(part, to_each, from_each, part[:0], *ids)
@@ -280,9 +281,11 @@ class DeviceGroup:
         ]
         group.keep(Lanes(requests))
 
-    def _lane_by_lane(self, group: DeviceRouteGroup, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def _lane_by_lane(
+        self, group: DeviceRouteGroup, num_unique: int, sizes: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
         """Keys, sorted by rank before, lane by lane; and the unique id of each."""
-        keys, uniques = group.look_up.found.keys[: group.num_unique], group.look_up.found.uniques[: group.num_unique]
+        keys, uniques = group.look_up.found.keys[:num_unique], group.look_up.found.uniques[:num_unique]
         if len(sizes) > 1:
             by_rank = [size for of_rank in zip(*sizes, strict=True) for size in of_rank]
             begins = list(accumulate(by_rank, initial=0))[:-1]
@@ -302,7 +305,7 @@ class DeviceGroup:
         """Replies to the requests, once they are here."""
         direct, table = _requests(group)[0], self.exchange.arena.rows
         self.lanes[0].take_keys(direct, keys)
-        group.look_up.source = table.new_empty(group.num_unique, table.shape[1])
+        group.look_up.read_from(table.new_empty(group.num_unique, table.shape[1]))
         into, rows = group.look_up.source[: sum(direct.sent)], self._gather(table, direct.slots)
         return self._post_rows(rows, direct, into)
 
@@ -331,7 +334,7 @@ class DeviceGroup:
         """Waits for rows, which pooling then reads."""
         for message in rows:
             message.wait()
-        group.look_up.slots = None
+        group.look_up.read_at(None)
 
     def pushed(self, group: DeviceRouteGroup) -> list[tuple[Requests, Tensor]]:
         """Requests and gradients of a route, lane by lane."""

@@ -108,11 +108,10 @@ class DeviceGroupExchange(GroupExchange):
 
     def route(self, ids: Tensor, offsets: Tensor, layout: GroupLayout, bags: Bags | None) -> DeviceRouteGroup:
         """Routes one group's ids; arguments as for `DeviceLookUps.find`."""
-        self.counters.routes += 1
-        self.counters.ids += ids.numel()
+        self.counters.add_route(ids.numel())
         look_up = self.look_ups.find(ids, offsets, layout, bags)
         if self.group.storage != "tensor_train":
-            look_up.source = self.arena.rows
+            look_up.read_from(self.arena.rows)
         return RouteGroup(self, layout, look_up, self.look_ups.give_back)
 
     # Rows that must be brought into fast memory before they are read
@@ -122,8 +121,7 @@ class DeviceGroupExchange(GroupExchange):
         if not self.is_tiered or self.world_size > 1:
             return
         look_up = group.look_up
-        look_up.wanted = self._find_slots(batch.ids.numpy(), group.layout)
-        look_up.num_unique = len(look_up.wanted)
+        look_up.want(self._find_slots(batch.ids.numpy(), group.layout))
         if self.comes_early:
             with contextlib.suppress(NoRoomError):
                 self.retrieve(group, never)
@@ -147,7 +145,7 @@ class DeviceGroupExchange(GroupExchange):
         self.retrieve(group, never)
         assert group.pinned is not None
         group.pinned.ready()
-        group.look_up.slots = self._upload(group.pinned.cache_slots)
+        group.look_up.read_at(self._upload(group.pinned.cache_slots))
 
     def pin_requested(self, slots: Tensor) -> tuple[Tensor, PinnedRows | None]:
         """Brings rows that ranks asked this one for into the device's memory; the host waits until it knows which.
@@ -165,6 +163,10 @@ class DeviceGroupExchange(GroupExchange):
         pinned = self.arena.pin(unique.astype(np.uint32), never)
         pinned.ready()
         return self._upload(pinned.cache_slots[inverse]), pinned
+
+    def let_come_early(self, *, comes_early: bool) -> None:
+        """Has cached rows begin to come when a batch is routed, or when a pipeline says so."""
+        self.comes_early = comes_early
 
     def _upload(self, cache_slots: np.ndarray) -> Tensor:
         return upload(torch.from_numpy(cache_slots.view(np.int32)), self._device)

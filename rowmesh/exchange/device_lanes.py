@@ -102,10 +102,19 @@ class Requests:
 class Lanes(Opened):
     """What a device's transport remembers of one group of a route: its requests, lane by lane."""
 
-    __slots__ = ("requests",)
+    __slots__ = ("_coming", "requests")
 
     def __init__(self, requests: list[Requests]) -> None:
-        self.requests = requests
+        self.requests, self._coming = requests, list[Message]()
+
+    def post(self, messages: list[Message]) -> None:
+        """Keeps messages under way: gradients of rows with copies, which come to this rank, their owner."""
+        self._coming = messages
+
+    def take_posted(self) -> list[Message]:
+        """These messages, once."""
+        messages, self._coming = self._coming, []
+        return messages
 
     def unpin(self) -> None:
         """Rows that the current stream has read may leave fast memory."""
@@ -250,6 +259,10 @@ class CopiesLane(Lane):
     def needs_num(self) -> bool:
         """True: the length of a message is the number of rows."""
         return True
+
+    def expect(self, counts: Sequence[int]) -> None:
+        """Takes of how many rows each rank will send sums at this push."""
+        self.counts = counts
 
     def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:
         """Sends sums to all ranks, and updates the rows that any rank has sums of."""

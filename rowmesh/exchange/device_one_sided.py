@@ -211,7 +211,7 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
         keys = group.look_up.found.keys[: sum(sizes)]
         group.keep(Lanes([Requests(keys, sizes, [], keys[:0], ids)]))
         remote = sum(sizes[: self._mesh.world_size]) - sizes[self._mesh.rank]
-        exchange.counters.bytes_received += remote * exchange.arena.rows[:1].nbytes
+        exchange.counters.add_received(remote * exchange.arena.rows[:1].nbytes)
 
     def _make_room(self, entries: Sequence[int]) -> None:
         """Grows send buffers on all ranks where one rank needs it; all know what each needs."""
@@ -293,7 +293,8 @@ class _Group:
     def fetch(self, group: DeviceRouteGroup) -> None:
         """Reads the rows of a batch, those of a unique id into the place of its number."""
         routed, rows = group.look_up.found, self._exchange.arena.rows
-        group.look_up.source, group.look_up.slots = rows.new_empty(group.num_unique, rows.shape[1]), None
+        group.look_up.read_from(rows.new_empty(group.num_unique, rows.shape[1]))
+        group.look_up.read_at(None)
         self._gather_from(
             self._bases, _by_owner(group).cumsum(0), routed.keys, group.look_up.uniques, group.look_up.source
         )
@@ -365,7 +366,7 @@ class _Group:
         self._exchange.apply(merged.with_gradients(gradients), update)
         self._exchange.count(found[:, _IDS:].sum(0), merged, ())
         remote = sum(counts) - counts[self._mesh.rank]
-        self._exchange.counters.bytes_received += remote * (4 + gradients[:1].nbytes)
+        self._exchange.counters.add_received(remote * (4 + gradients[:1].nbytes))
 
     def _box(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         dim = self._exchange.group.dim

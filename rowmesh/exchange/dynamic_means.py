@@ -49,7 +49,7 @@ class DynamicMeans:
         mesh: the ranks that have the same shards, in the order of their replicas.
 
     Attributes:
-        resolver: of the tables; it is set before the first step.
+        resolver: of the tables; known before the first step.
     """
 
     def __init__(self, setting: Synchronization, exchanges: Sequence[GroupExchange], mesh: Mesh) -> None:
@@ -58,6 +58,10 @@ class DynamicMeans:
         self._channel = Channel.between_hosts(mesh)
         self._under_way: list[_Coming] = []
         self._ahead: dict[int, dict[str, MergedIds]] = {}  # by step
+
+    def decide_with(self, resolver: Resolver) -> None:
+        """Takes what decides of the tables."""
+        self.resolver = resolver
 
     @property
     def num_bytes(self) -> int:
@@ -135,7 +139,7 @@ class DynamicMeans:
             assert isinstance(arena, DenseArena)
             rows, state = arena.read_rows(slots)
             messages = [self._channel.post_gather(each, counters, _DOING) for each in (rows, *state.values())]
-            counters.rows += len(slots)
+            counters.add_rows(len(slots))
             self._under_way.append(_Coming(arena, slots, messages))
 
     def _agree(self, operation: int, step: Step | None) -> None:

@@ -88,11 +88,7 @@ def put_frames(ids: Tensor, groups: Sequence[DynamicIds], resolve: Resolve, scor
     if not all(all(group.on_device) for group in groups):
         ids = ids.to("cpu", copy=True)
     numbers = ids.numpy() if ids.device.type == "cpu" else np.empty(0, np.int64)
-    found = [_ask(numbers, group) for group in groups]
-    if scores is not None:
-        for group, (asked, inverse) in zip(groups, found, strict=True):
-            given = [scores.numpy()[part] for part in _on_host(group)]
-            asked.scores = largest(np.concatenate(given), inverse, len(asked.ids))
+    found = [_ask(numbers, group, None if scores is None else scores.numpy()) for group in groups]
     pin = resolve([asked for asked, _ in found], on_device)
     for group, (asked, inverse) in zip(groups, found, strict=True):
         first = 0
@@ -128,11 +124,14 @@ def _on_host(group: DynamicIds) -> list[slice]:
     ]
 
 
-def _ask(ids: np.ndarray, group: DynamicIds) -> tuple[Asked, np.ndarray]:
+def _ask(ids: np.ndarray, group: DynamicIds, scores: np.ndarray | None) -> tuple[Asked, np.ndarray]:
     """The distinct ids of a group, and which of them each of its ids is."""
     distinct = DistinctIds()
     found = [distinct(ids[part]) for part in _on_host(group)]
     offsets = np.array([0, *accumulate(len(each.ids) for each in found)])
     counts = np.concatenate([each.counts for each in found]).astype(np.uint32)
-    asked = Asked(np.concatenate([each.ids for each in found]), offsets, counts, group.is_frozen)
-    return asked, np.concatenate([each.inverse + begin for each, begin in zip(found, offsets[:-1], strict=True)])
+    distinct_ids = np.concatenate([each.ids for each in found])
+    inverse = np.concatenate([each.inverse + begin for each, begin in zip(found, offsets[:-1], strict=True)])
+    if scores is not None:
+        scores = largest(np.concatenate([scores[part] for part in _on_host(group)]), inverse, len(distinct_ids))
+    return Asked(distinct_ids, offsets, counts, group.is_frozen, scores), inverse

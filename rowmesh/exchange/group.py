@@ -78,6 +78,14 @@ class GroupExchange:
         self.replicated: ReplicatedSums | ReplicatedMeans | None = None
         self.counters = GroupCounters(group.name, tables=tuple(table.name for table in group.tables), device=device)
 
+    def count_on(self, counters: GroupCounters) -> None:
+        """Counts on where another exchange of the group ended."""
+        self.counters = counters
+
+    def replicate(self, replicated: ReplicatedSums | ReplicatedMeans) -> None:
+        """Takes what keeps replicas of its rows together."""
+        self.replicated = replicated
+
     def freeze(self, *, is_frozen: bool) -> None:
         """Rows are looked up and not updated from now on, or are trained again."""
         self.is_frozen, self.sums_gradients = is_frozen, not is_frozen or self.device is not None

@@ -59,9 +59,7 @@ class Step:
 
 def out_of_step(text: str) -> PeerError:
     """The error for ranks that do not do the same, which all of them raise."""
-    error = PeerError(text)
-    error.is_common = True
-    return error
+    return PeerError(text, is_common=True)
 
 
 class StepRefusedError(PeerError):

@@ -127,11 +127,8 @@ class HostGroupExchange(GroupExchange):
             return self.look_ups.make()
 
     def _routed(self, look_up: HostLookUp, layout: GroupLayout) -> HostRouteGroup:
-        counters = self.counters
         with self._counting:
-            counters.routes += 1
-            counters.ids += layout.num_ids
-            counters.unique_ids += look_up.num_unique
+            self.counters.add_route(layout.num_ids, look_up.num_unique)
         return RouteGroup(self, layout, look_up, self.look_ups.give_back)
 
     def _mapped(self, ids: Tensor, layout: GroupLayout) -> Tensor:
@@ -173,13 +170,13 @@ class HostGroupExchange(GroupExchange):
             raise
         number = int(unique.offsets[-1])
         ids, counts = array_at(unique.ids, np.int64, number), array_at(look_up.counts, np.uint32, number)
-        asked = Asked(ids, unique.offsets, counts, self.is_frozen)
+        scores = None
         if batch.scores is not None:
             which, given = array_at(inverse, np.uint32, batch.ids.numel()), batch.scores.numpy()
             parts = [slice(*bounds) for bounds in layout.features[:, :2].tolist()]
             given, which = (np.concatenate([each[:0], *(each[part] for part in parts)]) for each in (given, which))
-            asked.scores = largest(given, which, number)
-        return Found(look_up, unique, asked)
+            scores = largest(given, which, number)
+        return Found(look_up, unique, Asked(ids, unique.offsets, counts, self.is_frozen, scores))
 
     def place(self, found: Found, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
         """Routes what `find_unique` found, which is frames now."""
@@ -341,5 +338,5 @@ class HostGroupExchange(GroupExchange):
 def route_of_nothing(exchanges: Sequence[HostGroupExchange]) -> Route:
     """A route on the host that asks for no row."""
     route = Route(SparseBatch((), torch.empty(0, dtype=torch.int64, device="cpu"), 0, bag_size=0))
-    route.groups += [exchange.nothing() for exchange in exchanges]
+    route.take(exchange.nothing() for exchange in exchanges)
     return route

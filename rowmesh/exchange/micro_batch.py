@@ -128,7 +128,7 @@ class WholeExchange:
         """Takes the number of the first window of a run; all earlier windows are updated."""
         self._updated = number - 1
         for exchange in self._tiered:
-            exchange.comes_early = False  # from now on rows come in the order of the batches
+            exchange.let_come_early(comes_early=False)  # from now on rows come in the order of the batches
 
     def open(self, window: Window | None, standing: int) -> list[int]:
         """No-op: owners learn what is needed when it is fetched."""
@@ -190,7 +190,7 @@ class WholeExchange:
             self.unpin(self._fetched)
             self._fetched = None
         for exchange in self._tiered:
-            exchange.comes_early = True
+            exchange.let_come_early(comes_early=True)
 
     def _mine(self, window: Window) -> list[WindowGroup]:
         return [window.groups[index] for index in self._shard_group.indices]

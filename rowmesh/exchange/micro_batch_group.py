@@ -216,8 +216,9 @@ class OnHost(MicroBatchGroup):
         group, memory, merger = window.group, window.on_host, window.on_host.merger
         pinned, places = self.exchange.pin(merger, may_wait), merger.merged_slots
         group.pin(pinned)
-        memory.places = group.look_up.requests.buffer.address
-        if pinned is not None:
+        if pinned is None:
+            memory.read_at(group.look_up.requests.buffer.address)
+        else:
             places = pinned.cache_slots.ctypes.data
             memory.spread_places(places)
             self.exchange.place_own(group, merger, int(group.opened_as(Incoming).bounds[self.exchange.rank]))
@@ -353,7 +354,8 @@ class OnDevice(MicroBatchGroup):
         """Sends the gradients that are complete in a phase; those of copied rows in the last one."""
         if self._copies is not None and phase == len(window.parts):
             sums = window.on_device.copied_gradients()
-            window.copied = self._copies.post_gradients([self._requests(window)[1]], [sums])
+            posted = self._copies.post_gradients([self._requests(window)[1]], [sums])
+            window.group.opened_as(Lanes).post(posted)
         return super().post_gradients(window, phase)
 
     def requests(self, window: WindowGroup) -> list[Requests]:
@@ -366,17 +368,13 @@ class OnDevice(MicroBatchGroup):
         self._lane.apply(merging, window.on_device.came(), update)
         self._lane.count([direct], merging)
         if self._copies is not None:
-            self._copies.push(copied, self._copies.merged(copied), window.copied, update)
-        self._drop_gradients(window)
+            came = window.group.opened_as(Lanes).take_posted()
+            self._copies.push(copied, self._copies.merged(copied), came, update)
+        window.on_device.drop_came()
 
     def forget(self, window: WindowGroup, number: int) -> None:
         """The gradients that came are not used."""
         super().forget(window, number)
-        for message in window.copied:
+        for message in window.group.opened_as(Lanes).take_posted():
             message.wait()
-        self._drop_gradients(window)
-
-    def _drop_gradients(self, window: WindowGroup) -> None:
-        """Windows are kept for a while after their update."""
         window.on_device.drop_came()
-        window.copied = []

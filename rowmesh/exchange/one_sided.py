@@ -96,7 +96,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
                 exchange.arenas[rank] = arena.address
             mapped.extend(arenas)
         for exchange in exchanges:
-            exchange.look_ups.has_remote = False
+            exchange.look_ups.read_in_place()
         self._boards = boards
         self._flags = np.array([board.address for board in boards], np.int64)
         self._announced = [
@@ -115,7 +115,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         for group in route.groups:
             replies, rank = group.look_up.reply_bounds, self._mesh.rank
             remote = replies[-1] - (replies[rank + 1] - replies[rank])
-            group.exchange.counters.bytes_received += remote * group.exchange.row_bytes
+            group.exchange.counters.add_received(remote * group.exchange.row_bytes)
 
     def prepare(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Announces the send buffers, and makes room for what peers have announced so far."""
@@ -257,7 +257,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
             if exchange.copies:
                 sources.add_copied(*copied, exchange.copies.start, exchange.rank)
             num_requests = sources.num_entries - before
-            exchange.counters.bytes_received += num_requests * (4 + exchange.gradient_bytes)
+            exchange.counters.add_received(num_requests * (4 + exchange.gradient_bytes))
 
     def _meet(self, rank: int, index: int) -> None:
         """Maps the send buffers that a peer has announced and made anew."""

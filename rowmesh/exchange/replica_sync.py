@@ -85,6 +85,18 @@ class _Group:
         self._receive_buffer.tensor(torch.uint8, size * num_replicas)
         self.rows.make_room_to_merge(most * num_replicas, num_replicas)
 
+    def end_growing(self) -> None:
+        """All ranks have made room for as many rows as replicas send now."""
+        self.most = max(self.most, max(self.counts))
+
+    def expect(self, counts: list[int]) -> None:
+        """Takes how many rows each replica sends this one."""
+        self.counts = counts
+
+    def send(self, own: Delta) -> None:
+        """Takes what this rank has itself of the rows that are sent."""
+        self.own = own
+
     def sizes(self, counts: Sequence[int], without: int) -> list[int]:
         """Bytes of a host's messages of so many rows; 0 for one replica."""
         return [laid_out_bytes(self.kinds, n) if k != without else 0 for k, n in enumerate(counts)]
@@ -221,7 +233,7 @@ class ReplicaSync:
         self._count([num_rows])
         if self._refusal is None:
             for group in self._groups:
-                group.most = max(group.most, max(group.counts))
+                group.end_growing()
 
     def withdraw(self) -> None:
         """Forgets the sums of a step that is not taken."""
@@ -274,7 +286,7 @@ class ReplicaSync:
             self._scatter()
         else:
             for group in self._groups:
-                group.own = group.rows.take()
+                group.send(group.rows.take())
                 (self._swap if self._strategy == "swap" else self._gather)(group)
         self._is_under_way = True
 
@@ -304,7 +316,7 @@ class ReplicaSync:
         self._rhythm.check(operations, self._operation, self._step)
         self._refusal = after_hearing(self._mesh, operations, self._refusal)
         for group, of_group in zip(self._groups, of_groups, strict=True):
-            group.counts = of_group
+            group.expect(of_group)
 
     def _swap(self, group: _Group) -> None:
         """Sends rows to the one other replica, and its rows here, over different connections.
@@ -321,7 +333,7 @@ class ReplicaSync:
                 group.post(channel, out, sizes_out, into[:0], nothing)
             elif sender != self._replica and len(into):
                 group.post(channel, out[:0], nothing, into, sizes_in)
-        group.counters.rows += len(group.own)
+        group.counters.add_rows(len(group.own))
 
     def _gather(self, group: _Group) -> None:
         """Sends all replicas what this one has, in messages as long as the longest."""
@@ -333,7 +345,7 @@ class ReplicaSync:
             group.post_gather(self._channel, [out], into)
         elif most:
             group.post_gather(self._channel, group.own.padded(most))
-        group.counters.rows += len(group.own)
+        group.counters.add_rows(len(group.own))
 
     def _scatter(self) -> None:
         """Sends each owner the rows that are its."""
@@ -345,14 +357,14 @@ class ReplicaSync:
             for owner, part in enumerate(out.split(sizes)):
                 if owner != self._replica:
                     delta.write(part, group.kinds, of_group[owner])
-            group.own = delta.at(of_group[self._replica])
+            group.send(delta.at(of_group[self._replica]))
             group.post(self._channel, out, sizes, into, sizes_in)
-            group.counters.rows += len(delta) - len(group.own)
+            group.counters.add_rows(len(delta) - len(group.own))
 
     def _reduce(self) -> None:
         """Reduces the rows whose owner is here, sends all others the result, and takes over what they reduced."""
         for group in self._groups:
-            group.own = group.rows.reduce(self._received(group))
+            group.send(group.rows.reduce(self._received(group)))
         self.is_half_done = True
         self._count([[len(group.own) for group in self._groups]])
         for group in self._groups:
@@ -391,7 +403,7 @@ class ReplicaSync:
             for chunk in group.rows.chunks():
                 group.post_gather(self._channel, [table[chunk] for table in group.rows.tables])
                 group.rows.average_chunk(chunk, group.wait())
-                group.counters.rows += chunk.stop - chunk.start
+                group.counters.add_rows(chunk.stop - chunk.start)
 
 
 def make_synchronizer(
@@ -419,7 +431,7 @@ def make_synchronizer(
         else:
             rows = ReplicatedMeans(exchange.arena, device, mesh.rank, is_whole=setting.dense)
         if not setting.dense:  # whole tables need no account of what is touched
-            exchange.replicated = rows
+            exchange.replicate(rows)
         groups.append(_Group(rows, exchange, device))
     return ReplicaSync(setting, mesh, groups, device, second)
 

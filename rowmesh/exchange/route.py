@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -152,6 +152,12 @@ class Route:
 
     Made by `EmbeddingCollection.route`. A route holds buffers; they return to their owner with its last reference.
 
+    Args:
+        batch: what is routed.
+        give_back: is called when the route is gone, also half made.
+        pin: keeps the frames of dynamic tables that the batch was given, where that is known.
+        offsets: gives memory for offsets of its own, see `SparseBatch.routed`.
+
     Attributes:
         batch: as it was when it was routed.
         groups: its parts.
@@ -162,14 +168,43 @@ class Route:
         pin: keeps the frames of dynamic tables that the batch was given.
     """
 
-    def __init__(self, batch: SparseBatch, give_back: Callable[[], None] | None = None) -> None:
-        self.batch, self.groups, self.late = batch, list[AnyRouteGroup](), None
+    def __init__(
+        self,
+        batch: SparseBatch,
+        give_back: Callable[[], None] | None = None,
+        *,
+        pin: BatchPin | None = None,
+        offsets: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.groups, self.pin, self._give_back = list[AnyRouteGroup](), pin, give_back
         self.number = self.thread = self.num_pushes = 0
         self.has_gradients = False
-        self._give_back, self.pin = give_back, None
+        self.late: LateIdCheck | None = None
+        self.batch = batch if offsets is None else batch.routed(offsets)  # last: it may raise, and `__del__` comes
 
-    late: LateIdCheck | None
-    pin: BatchPin | None
+    def take(self, groups: Iterable[AnyRouteGroup]) -> None:
+        """Takes its parts: all of them, in the order of the collection's groups."""
+        self.groups = list(groups)
+
+    def take_pin(self, pin: BatchPin) -> None:
+        """Takes what keeps the frames of dynamic tables, until the route is gone."""
+        self.pin = pin
+
+    def check_later(self, late: LateIdCheck) -> None:
+        """Takes what checks its ids, which a device looks at."""
+        self.late = late
+
+    def begin(self, number: int) -> None:
+        """It is fetched, as the one of this number on all ranks."""
+        self.number = number
+
+    def train(self, thread: int, num_pushes: int) -> None:
+        """It is pooled for training, by a thread, after so many pushes."""
+        self.thread, self.num_pushes = thread, num_pushes
+
+    def take_gradients(self) -> None:
+        """Its backward has run."""
+        self.has_gradients = True
 
     def __del__(self) -> None:
         if self._give_back is not None:

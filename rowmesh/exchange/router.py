@@ -149,8 +149,9 @@ class HostRouter(Router[HostGroupExchange]):
         except IndexError:  # asking before would not do: another thread may take the last one
             memory = _Memory()
             self._made.append(memory)
-        route = Route(batch, partial(self.idle.append, memory))  # first: it gives everything back if anything fails
-        route.batch = batch = batch.routed(memory.offsets)
+        # First: it gives everything back if anything fails.
+        route = Route(batch, partial(self.idle.append, memory), offsets=memory.offsets)
+        batch = route.batch
         layouts = self._layouts(batch)
         inverse = memory.inverse.reserve(4 * batch.ids.numel())
         pairs = [*zip(exchanges, layouts, strict=True)]
@@ -170,7 +171,7 @@ class HostRouter(Router[HostGroupExchange]):
         if resolve is not None:
             self._resolve(route, [pairs[place] for place in dynamic], inverse, resolve)
             order = sorted(range(len(pairs)), key=dynamic.__contains__)  # in which groups are now
-            route.groups = [route.groups[order.index(place)] for place in range(len(pairs))]
+            route.take(route.groups[order.index(place)] for place in range(len(pairs)))
         return route
 
     @staticmethod
@@ -182,7 +183,7 @@ class HostRouter(Router[HostGroupExchange]):
         try:
             for exchange, layout in pairs:
                 waiting.append((exchange, layout, exchange.find_unique(route.batch, layout, inverse)))
-            route.pin = resolve([found.asked for _, _, found in waiting])
+            route.take_pin(resolve([found.asked for _, _, found in waiting]))
             while waiting:
                 exchange, layout, found = waiting.pop(0)
                 route.groups.append(exchange.place(found, route.batch, layout, inverse))
@@ -254,12 +255,12 @@ class DeviceRouter(Router[DeviceGroupExchange]):
             self._check_ids(batch, exchanges, shape, moment)
             framed = self._put_frames(batch, exchanges, shape, resolve)
             batch = batch.with_ids(framed.ids)
-        route = Route(batch)  # first: it tells exchanges when it is gone, even half made
-        route.pin = None if framed is None else framed.pin
+        pin = None if framed is None else framed.pin
+        route = Route(batch, pin=pin)  # first: it tells exchanges when it is gone, even half made
         weights = None if batch.weights is None else self._upload_weights(batch.weights)
         ids = batch.ids if framed is None else framed.upload(self._ids.upload)
         rows, outside = self._ids.bound(ids, shape.offsets)
-        route.late = LateIdCheck(outside, self._ids.refuses, route, moment)
+        route.check_later(LateIdCheck(outside, self._ids.refuses, route, moment))
         first = 0
         for exchange, layout, begins, bags in zip(exchanges, shape.layouts, shape.of_groups, shape.bags, strict=True):
             own = slice(first, first + layout.num_ids)

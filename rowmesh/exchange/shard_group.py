@@ -123,7 +123,8 @@ class ShardGroup:
             # Process groups are known by the order in which their ranks are named.
             self._second = mesh.subgroup([ranks[::-1] for ranks in grid.replicate_groups])
         self.transport, self.reason = self._make_transport(mesh, grid)
-        self.transport.common, self.transport_name = options.common, self.transport.name
+        self.transport.count_into(options.common)
+        self.transport_name = self.transport.name
         self.exchanges: list[GroupExchange] = []
         self.synchronizer: ReplicaSync | DynamicMeans | None = None
         self.needs_flush = self._has_failed = False

@@ -96,6 +96,10 @@ class Transport(Generic[X]):
         self._exchanges: Sequence[X] = ()
         self._pushed: tuple[Sequence[Routed], Sequence[Update], Step] | None = None  # what is prepared
 
+    def count_into(self, common: CommonCounters) -> None:
+        """Counts the messages that serve all groups there, before any is sent."""
+        self.common = common
+
     @property
     def num_bytes(self) -> int:
         """Memory of this rank that messages need, beside what batches hold."""
@@ -246,8 +250,9 @@ class LocalTransport(Transport[GroupExchange]):
 
 def count_unique(group: DeviceRouteGroup, numbers: Sequence[int]) -> None:
     """Counts unique ids, which the numbers add up to."""
-    group.look_up.num_found = sum(numbers)
-    group.exchange.counters.unique_ids += group.look_up.num_found
+    count = sum(numbers)
+    group.look_up.note_found(count)
+    group.exchange.counters.add_unique(count)
 
 
 def _num_unique(group: DeviceRouteGroup) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.route import AnyRouteGroup, Route, RouteGroup
-from rowmesh.mesh.channel import Message
 from rowmesh.ops.look_up.device import places_in
 from rowmesh.ops.memory import held_bytes
 from rowmesh.ops.pool.layout import GroupLayout
@@ -56,7 +55,6 @@ class WindowGroup:
     Attributes:
         group, memory: as given.
         parts: each micro-batch, as pooling sees it.
-        copied: gradients of rows that every rank has a copy of, on their way to their owners.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class WindowGroup:
         memory: HostWindow | DeviceWindow,
     ) -> None:
         self.group, self.memory = group, memory
-        self.copied: list[Message] = []
         exchange, look_up = group.exchange, group.look_up
         if isinstance(memory, HostWindow):
             look_up.send.reserve_gradients(group.num_unique * exchange.gradient_bytes)

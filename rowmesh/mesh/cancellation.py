@@ -13,14 +13,18 @@ class Cancellation:
 
     Example:
         >>> cancellation = Cancellation()
-        >>> cancellation.event = Event()
-        >>> cancellation.event.set()
+        >>> cancellation.watch(cancelled := Event())
+        >>> cancelled.set()
         >>> cancellation.is_set
         True
     """
 
     def __init__(self) -> None:
         self.event: Event | None = None
+
+    def watch(self, event: Event | None) -> None:
+        """Has waits end when an event is set; None: from now on they cannot be cancelled."""
+        self.event = event
 
     @property
     def is_set(self) -> bool:

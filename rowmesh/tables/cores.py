@@ -96,6 +96,10 @@ class CoreArena:
         # One a table: its buffers keep their sizes.
         self._workspaces = [None if self.is_on_device else Workspace() for _ in group.tables]
 
+    def note_change(self) -> None:
+        """The cores change: products made of them before are stale."""
+        self.version += 1
+
     @property
     def num_bytes(self) -> tuple[int, int]:
         """Memory of the cores, and of their state."""

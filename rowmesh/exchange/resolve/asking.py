@@ -23,16 +23,20 @@ class Asked:
         offsets: int64 `[tables + 1]`: where the ids of each table begin.
         counts: uint32 `[U]`: how often each occurs.
         is_frozen: whether nothing of them is counted.
-        is_distinct: whether the rows are distinct too.
         scores: int64 `[U]`: the largest of each, where the batch has any.
+        is_distinct: whether the rows are distinct too.
     """
 
     ids: np.ndarray
     offsets: np.ndarray
     counts: np.ndarray
     is_frozen: bool
-    is_distinct: bool = True
     scores: np.ndarray | None = None
+    is_distinct: bool = True
+
+    def note_shared(self, *, is_distinct: bool) -> None:
+        """Notes whether the rows of the ids are distinct."""
+        self.is_distinct = is_distinct
 
 
 def largest(scores: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:

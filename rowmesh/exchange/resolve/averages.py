@@ -30,7 +30,7 @@ class Averages:
         self._mesh, self._channel = mesh, Channel.between_hosts(mesh)
         self.tables = {name: Merging(table) for name, table in owned.items()}
         for name, table in owned.items():
-            table.merging = self.tables[name]
+            table.merge_with(self.tables[name])
 
     def __call__(
         self, number: int, step: int, counters: CommonCounters, agree: Callable[[PlainError | None], None]

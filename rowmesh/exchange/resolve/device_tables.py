@@ -40,6 +40,10 @@ class DeviceAsked:
     bounds: Sequence[int]
     frames: Tensor | None = None
 
+    def answer(self, frames: Tensor) -> None:
+        """Takes the frames that were found."""
+        self.frames = frames
+
 
 def make_indexes(
     tables: Sequence[tuple[TableSpec, range]], device: torch.device, world_size: int
@@ -136,7 +140,7 @@ class DeviceTables:
                 owned.open_found(number, found, step, seen.get(table))
             elif opens[place]:
                 owned.count_known(found.bounds[table + 1] - found.bounds[table], step)
-        asked.frames = self._indexes.slots_of(found)
+        asked.answer(self._indexes.slots_of(found))
         return None
 
     def _find(
@@ -146,4 +150,4 @@ class DeviceTables:
         if found.num_unknown[table] or owned.has_changed(ahead):
             owned.find_found(number, found, ahead, again=again)
         else:
-            owned.counters.found += found.bounds[table + 1] - found.bounds[table]
+            owned.counters.add_found(found.bounds[table + 1] - found.bounds[table])

@@ -190,7 +190,7 @@ class SharedMail:
         totals = np.stack([each.sum(axis=1) for each in self._sizes])
         ids_at = np.array([self._memory_of(peer).address for peer in range(len(sizes))], np.int64)
         ids_at += np.stack([_begins(each, self._columns) for each in totals])[:, rank]
-        self._counters.bytes_received += 8 * self._columns * int(totals[:, rank].sum() - totals[rank, rank])
+        self._counters.add_received(8 * self._columns * int(totals[:, rank].sum() - totals[rank, rank]))
         heads = [each[:_NUM_HEAD].tolist() for each in self._numbers]
         columns_at = _columns(ids_at, totals[:, rank], self._columns)
         return Arrived.of(heads, sizes, columns_at, ids_at)

@@ -20,8 +20,8 @@ class BatchPin:
 
     __slots__ = ("_pins", "is_ahead", "is_kept", "is_taken_back", "is_watched", "number", "step")
 
-    def __init__(self, pins: BatchPins, number: int) -> None:
-        self._pins, self.number, self.is_ahead, self.is_kept = pins, number, False, False
+    def __init__(self, pins: BatchPins, number: int, *, is_ahead: bool) -> None:
+        self._pins, self.number, self.is_ahead, self.is_kept = pins, number, is_ahead, False
         self.step, self.is_watched, self.is_taken_back = 0, False, False
 
     def open(self, step: int, *, is_watched: bool) -> None:
@@ -71,9 +71,9 @@ class BatchPins:
         self._under_way: dict[int, BatchPin] = {}
         self._next = 0
 
-    def begin(self) -> BatchPin:
-        """Pins the next batch; one thread at a time."""
-        pin = self._under_way[self._next] = BatchPin(self, self._next)
+    def begin(self, *, is_ahead: bool = False) -> BatchPin:
+        """Pins the next batch, whether or not a pipeline opens it before its turn; one thread at a time."""
+        pin = self._under_way[self._next] = BatchPin(self, self._next, is_ahead=is_ahead)
         self._next += 1
         return pin
 

@@ -173,9 +173,8 @@ class Resolver:
         """
         kind = _FIND if not torch.is_grad_enabled() else _AGAIN if again else _OPEN
         with self._lock:
-            pin = self.pins.begin()
+            pin = self.pins.begin(is_ahead=is_ahead)
             try:
-                pin.is_ahead = is_ahead
                 self._resolve(asked, on_device, pin, NO_TIME if time is None else time, kind)
                 return pin
             except BaseException:
@@ -302,6 +301,10 @@ class Resolver:
         """Whether a thread resolves a batch now."""
         return self._lock.locked()
 
+    def expect_merge(self, *, is_due: bool) -> None:
+        """Takes whether averaged replicas make one of what they know after the next batch."""
+        self.merge_is_due = is_due
+
     @property
     def can_undo(self) -> bool:
         """Whether the next batch, if it is opened now, could be taken back by `go_back`.
@@ -423,7 +426,7 @@ class Resolver:
             handle = hooks.add(hook)
             owned, grid = self.tables[table].owned, self.tables[table].grid
             if owned is not None and grid.place(self._mesh.rank)[0] == 0:  # other replicas decide the same
-                owned.hooks = hooks
+                owned.tell_hooks(hooks)
                 self._owners.note_hooks()
             return handle
 
@@ -468,7 +471,7 @@ class Resolver:
         has_failed, rows_at = self._mail.answer(failed=failure is not None)
         if has_failed or is_again:
             for counters, *numbers in found:
-                counters.found, counters.missing = numbers
+                counters.set_found(*numbers)
         if has_failed:
             self._raise(failure)
         self._request_router.take(asked, rows_at)
@@ -496,7 +499,8 @@ class Resolver:
         tables, place = [*self.tables.values()], 0
         for each in asked:
             of_group = range(place, place + len(each.offsets) - 1)
-            each.is_distinct = all(has_own[i] or rules_of(tables[i].spec).missing != "zero" for i in of_group)
+            are_distinct = (has_own[i] or rules_of(tables[i].spec).missing != "zero" for i in of_group)
+            each.note_shared(is_distinct=all(are_distinct))
             place = of_group.stop
 
     @property

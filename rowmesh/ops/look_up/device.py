@@ -82,6 +82,26 @@ class DeviceLookUp:
             look_up.slots, look_up.uniques = routed.keys, routed.uniques
         return look_up
 
+    def read_from(self, source: Tensor) -> None:
+        """Takes what is read, `[R, D]`."""
+        self.source = source
+
+    def read_at(self, slots: Tensor | None) -> None:
+        """Takes which rows of the source are read, int32 `[num_unique]`; None: all, in their order."""
+        self.slots = slots
+
+    def ask(self, num_unique: int, uniques: Tensor) -> None:
+        """Takes how many unique ids there are, and for which of them each row is asked, int32 `[num_unique]`."""
+        self.num_unique, self.uniques = num_unique, uniques
+
+    def want(self, slots: NDArray[np.uint32]) -> None:
+        """Takes the slots, uint32 `[U]`, that the host found."""
+        self.wanted, self.num_unique = slots, len(slots)
+
+    def note_found(self, count: int) -> None:
+        """Takes how many unique ids there are, once the host looked."""
+        self.num_found = count
+
     @property
     def count(self) -> Tensor:
         """Int `[1]`: how many unique ids there are."""

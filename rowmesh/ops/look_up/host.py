@@ -369,6 +369,10 @@ class HostLookUps:
         self._idle_uniques: list[UniqueIds] = []
         self._uniques: list[UniqueIds] = []
 
+    def read_in_place(self) -> None:
+        """All rows can be read where they are from now on."""
+        self.has_remote = False
+
     def make(self) -> HostLookUp:
         """One more for a route, which gives it back when it is gone."""
         made = HostLookUp(self, SendBuffer(self._allocate, self.world_size, self.num_segments))

@@ -130,6 +130,10 @@ class HostWindow:
             for begin, end in zip(begins.tolist(), bounds[1:].tolist(), strict=True):
                 masks[begin:end] = 0
 
+    def read_at(self, places: int) -> None:
+        """Takes where in the arena the row of each entry is, address of uint32 `[entries]`."""
+        self.places = places
+
     def spread_places(self, places: int) -> None:
         """Has entries find their rows elsewhere than in their slots, given where that of each distinct slot is."""
         merger, self.places = self.merger, self._places.reserve(4 * self.num_asked)

@@ -35,6 +35,14 @@ class DynamicCounters:
     promoted: int = 0
     forgotten: int = 0
 
+    def add_found(self, count: int) -> None:
+        """Adds ids that it knew, in evaluation."""
+        self.found += count
+
+    def set_found(self, found: int, missing: int) -> None:
+        """Says how many ids it knew and did not know in evaluation, as before an evaluation that does not count."""
+        self.found, self.missing = found, missing
+
     def add(self, others: DynamicCounters) -> None:
         """Counts what others have counted."""
         for name in _NUMBERS:

@@ -133,6 +133,14 @@ class OwnedTable:
         self._untold: list[_Untold] = []
         self.num_frames = self._first_visitor
 
+    def tell_hooks(self, hooks: DecisionHooks) -> None:
+        """Has hooks told of what is decided from now on."""
+        self.hooks = hooks
+
+    def merge_with(self, merging: Decided) -> None:
+        """Has what makes replica groups one told of what is decided from now on."""
+        self.merging = merging
+
     @property
     def is_scored(self) -> bool:
         """Whether `open` needs scores."""
