@@ -34,12 +34,6 @@ CIRCLES = {
     "exchange.replica_rows",
     "exchange.route",
     "exchange.transport",
-    "mesh.mesh",
-    "mesh.watchdog",
-    "ops.dynamic_index.cuda",
-    "ops.dynamic_index.device",
-    "pipeline.batch_in_flight",
-    "pipeline.pipeline",
     "run.job",
     "run.task",
 }

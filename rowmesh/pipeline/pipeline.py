@@ -42,7 +42,7 @@ from rowmesh.errors import (
 from rowmesh.exchange.window import FIRST, Form, Window
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
-from rowmesh.pipeline.batch_in_flight import BatchInFlight, T
+from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, T
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.ends import Answer, Ends
@@ -470,7 +470,23 @@ class Pipeline(Generic[T]):
 
     # Calls of the driver
 
-    def await_rows(self, batch: BatchInFlight[T], task: Task) -> Mark:
+    def _parts(self, batch: BatchInFlight[T]) -> Iterator[Part]:
+        """The micro-batches of a batch, each once its rows are there; goes on once it had its backward."""
+        assert batch.window
+        bounds = batch.window.bounds
+        for part, samples in enumerate(map(slice, bounds, bounds[1:])):
+            task = Task("compute", batch.number, part)
+            start = self._await_rows(batch, task)
+            weight = (samples.stop - samples.start) / max(bounds[-1], 1)
+            yield Part(samples, self._pool(batch, part), weight)
+            if batch.num_computed != part + 1:
+                raise RowmeshError(
+                    f"micro-batch {part} of batch {batch.number} had no backward; call loss.backward() for each before "
+                    "the next one"
+                )
+            self.recorder.note(task, COMPUTE, start, self.recorder.now(), cpu_s=None)
+
+    def _await_rows(self, batch: BatchInFlight[T], task: Task) -> Mark:
         """Waits until a micro-batch can be looked up; the time is exposed. Returns its end.
 
         A device's stream passes the first mark when it has no other work, and the second when rows are there. While the
@@ -484,7 +500,7 @@ class Pipeline(Generic[T]):
         self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)
         return end
 
-    def pool(self, batch: BatchInFlight[T], part: int) -> Embeddings:
+    def _pool(self, batch: BatchInFlight[T], part: int) -> Embeddings:
         """The vectors of a micro-batch."""
         window, task = batch.window, Task("compute", batch.number, part)
         assert window
@@ -505,10 +521,6 @@ class Pipeline(Generic[T]):
         if self._runner is None or batch is not self._current:
             raise RowmeshError(f"batch {batch.number} is not under way any more: its loop was left")
         return self._runner
-
-    def record_compute(self, task: Task, start: Mark) -> None:
-        """Notes when a micro-batch was computed."""
-        self.recorder.note(task, COMPUTE, start, self.recorder.now(), cpu_s=None)
 
     def _step(self, lrs: Sequence[Rate]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
@@ -591,7 +603,7 @@ class Pipeline(Generic[T]):
             self._ends.end_here(task.batch)
             return
         _check_item(item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
-        self._in_flight[task.batch] = BatchInFlight(self, task.batch, item)
+        self._in_flight[task.batch] = BatchInFlight(self._parts, task.batch, item)
 
     def _route(self, task: Task, runner: Runner) -> None:
         number, engine = task.batch, self._engine
