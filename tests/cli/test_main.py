@@ -44,7 +44,7 @@ def failing_with(monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", fail)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", fail)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_ctrl_c_is_not_lost_while_an_object_is_freed(capsys, monkeypatch):
         Freed()
         time.sleep(30)
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", interrupted)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", interrupted)
     before = sys.unraisablehook
     assert run(capsys, "env") == (130, "", "rowmesh: interrupted\n")
     assert sys.unraisablehook is before
@@ -117,7 +117,7 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", interrupt)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", interrupt)
     assert run(capsys, "env") == (130, "", "rowmesh: interrupted\n")
 
 
@@ -151,7 +151,7 @@ def test_sigterm_ends_with_its_own_status_and_what_it_interrupted(capsys, monkey
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("rowmesh.observe.environment_report", terminate)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", terminate)
     before = signal.getsignal(signal.SIGTERM)
     assert run(capsys, "env") == (143, "", "rowmesh (rank 1): error: rank 0 (process 7) died while training\n")
     assert signal.getsignal(signal.SIGTERM) is before
@@ -167,6 +167,6 @@ def test_a_second_sigterm_does_not_cut_the_clean_up(capsys, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
             cleaned.append(True)
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", terminate)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", terminate)
     assert run(capsys, "env") == (143, "", "")
     assert cleaned
