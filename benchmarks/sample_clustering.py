@@ -28,7 +28,7 @@ from benchmarks.sample_clustering_peers import minhash, sort_by_column
 from benchmarks.sample_clustering_window import WindowRows, count_window
 from benchmarks.workload import Workload
 from rowmesh.ops.cluster import cluster
-from rowmesh.pipeline.rows import BatchRows
+from rowmesh.pipeline.cutter import BatchRows
 from rowmesh.pipeline.sizes import WindowWork, choose_sizes, rows_exponent
 from rowmesh.sparse import micro_batches
 

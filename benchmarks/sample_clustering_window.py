@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.window import Form
-from rowmesh.pipeline.rows import BatchRows
+from rowmesh.pipeline.cutter import BatchRows
 
 
 @dataclass(frozen=True)

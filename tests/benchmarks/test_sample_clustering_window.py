@@ -10,7 +10,7 @@ from hypothesis import given
 
 from benchmarks.sample_clustering_window import count_window
 from rowmesh.ops.cluster import cluster
-from rowmesh.pipeline.rows import BatchRows
+from rowmesh.pipeline.cutter import BatchRows
 
 
 @st.composite

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import time
 import pytest
 
 import rowmesh
-from rowmesh.cli.__main__ import main
+from rowmesh.cli.__main__ import main, wait_passively
 from rowmesh.errors import PeerError, RowmeshError
 
 
@@ -170,3 +171,30 @@ def test_a_second_sigterm_does_not_cut_the_clean_up(capsys, monkeypatch):
     monkeypatch.setattr("rowmesh.observe.environment.environment_report", terminate)
     assert run(capsys, "env") == (143, "", "")
     assert cleaned
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)],
+)
+def test_the_environment_decides_how_threads_wait(monkeypatch, given, expected):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    wait_passively()
+    assert os.environ.get("OMP_WAIT_POLICY") == expected
+
+
+def test_how_threads_wait_is_said_before_torch_is_there():
+    """OpenMP reads it when it is loaded."""
+    program = """
+import sys
+from rowmesh.cli import __main__
+assert "torch" not in sys.modules
+wait_passively = __main__.wait_passively
+__main__.wait_passively = lambda: (wait_passively(), print("torch" in sys.modules))
+__main__.main(["--version"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[0] == "False", done.stderr
