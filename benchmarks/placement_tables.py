@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import Report
+from benchmarks.placement_frequency import order_by_frequency
 from benchmarks.placement_plans import (
     BATCH_SIZE,
     MIB,
@@ -25,7 +26,6 @@ from benchmarks.placement_plans import (
 )
 from benchmarks.shapes import Shape, draw, sorted_counts
 from rowmesh.placement.cost import cost_of, degree_of_balance
-from rowmesh.placement.frequency import order_by_frequency
 from rowmesh.placement.profile import Profile, TableProfile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import QUICK, search

@@ -2,9 +2,10 @@
 
     python -m benchmarks.sample_clustering
 
-On one thread, without ranks: rows are counted (`rowmesh.pipeline.window`), and orders of samples are timed. *Naive* and
-*clustered* fetch the distinct rows of each micro-batch, of samples as they come and of clusters; *unsplit* fetches
-those of the batch once, and so does *delta*. What clustering closes is its share of the gap between naive and unsplit.
+On one thread, without ranks: rows are counted (`benchmarks.sample_clustering_window`), and orders of samples are timed.
+*Naive* and *clustered* fetch the distinct rows of each micro-batch, of samples as they come and of clusters; *unsplit*
+fetches those of the batch once, and so does *delta*. What clustering closes is its share of the gap between naive and
+unsplit.
 Of delta the first fetch and the last push count, which computation cannot hide.
 
 `--global-batch` is the samples of one rank, of which real data has about 8,000. Times are given for 8,192.
@@ -24,11 +25,11 @@ from benchmarks.command import Options, Report, parse
 from benchmarks.measure import summarize
 from benchmarks.sample_clustering_data import FILES, SOURCES, read
 from benchmarks.sample_clustering_peers import minhash, sort_by_column
+from benchmarks.sample_clustering_window import WindowRows, count_window
 from benchmarks.workload import Workload
 from rowmesh.ops.cluster import cluster
-from rowmesh.pipeline.rows import BatchRows
+from rowmesh.pipeline.cutter import BatchRows
 from rowmesh.pipeline.sizes import WindowWork, choose_sizes, rows_exponent
-from rowmesh.pipeline.window import WindowRows, count_window
 from rowmesh.sparse import micro_batches
 
 TIMED_SAMPLES = 8192

@@ -12,7 +12,7 @@ from benchmarks.click_sets import CRITEO_FILES
 from benchmarks.workload import Workload, make_batches
 from rowmesh.data import Loader, PlantedConfig, Schema, prepare
 from rowmesh.data.planted import PlantedModel
-from rowmesh.pipeline.rows import BatchRows, RowNumbering
+from rowmesh.pipeline.cutter import BatchRows, RowNumbering
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.sample_clustering_data import keys_by_feature
-from rowmesh.pipeline.rows import BatchRows
+from rowmesh.pipeline.cutter import BatchRows
 
 NUM_HASHES = 2
 _NONE = np.uint64(2**64 - 1)

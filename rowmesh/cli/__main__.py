@@ -32,11 +32,12 @@ from rowmesh.cli.recommend import recommend
 from rowmesh.cli.report import report
 from rowmesh.cli.streams import lasting_streams, lost
 from rowmesh.cli.train import train, with_resume
-from rowmesh.cli.waiting import wait_passively
 from rowmesh.errors import RowmeshError, Terminated
 
 FAILED, INTERRUPTED = 2, 130
 MIN_COLUMNS = 20
+WAIT_POLICY = "OMP_WAIT_POLICY"
+_OTHERS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _is_leaving = False
 
 if TYPE_CHECKING:
@@ -200,3 +201,13 @@ def _complain(message: str) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def wait_passively() -> None:
+    """Has threads of OpenMP sleep between two operations, where the environment does not say how they wait.
+
+    They read it when torch is imported, and spin by default: on a machine that has something else to do, other programs
+    and threads of the same rank wait for the cores on which nothing is computed.
+    """
+    if not any(name in os.environ for name in _OTHERS):
+        os.environ.setdefault(WAIT_POLICY, "PASSIVE")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from rich.text import Text
+from torch import Tensor
 
 from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError
+from rowmesh.ops.memory import Buffer
 from rowmesh.placement import TableShape
 from rowmesh.placement.text import bytes_text
 from rowmesh.report.plan_text import Printer
@@ -18,9 +22,9 @@ from rowmesh.run.config import Config
 from rowmesh.run.table_config import TablesConfig
 from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs, update_rule
-from rowmesh.tables import TableSpec, TensorTrain
+from rowmesh.tables import TableSpec, TensorTrain, fuse
+from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.update_rules import AdaGrad, UpdateRule
-from rowmesh.tensor_train.cost import step_seconds
 
 MIN_ROWS = 100_000  # of tables that are looked at, where the configuration says nothing
 
@@ -179,3 +183,28 @@ def _distinct(data: TableData, table: TableSpec, batch_size: int) -> torch.Tenso
     runs = np.searchsorted(sums, generator.random(draws) * sums[-1], side="right")
     rows = profile.starts[runs] + generator.integers(profile.lengths[runs])
     return torch.from_numpy(np.unique(rows))
+
+
+def step_seconds(table: TableSpec, ids: Tensor, repeats: int = 7) -> float:
+    """Seconds that the look-up of distinct ids, their gradients and the update of the cores take one thread.
+
+    Finding the distinct ids, pooling, and the sum over ranks come on top; the first two are the same for dense rows.
+
+    Args:
+        table: a tensor-train table.
+        ids: int64 `[U]`, distinct.
+        repeats: steps, of which the median counts; one more goes before them, which compiles.
+    """
+    (group,) = fuse([table])
+    arena = CoreArena(group)
+    arena.initialize(seed=0)
+    rows = Buffer(len(ids) * table.dim * table.dtype.itemsize)
+    generator = torch.Generator("cpu").manual_seed(0)
+    gradients = 1e-3 * torch.randn(len(ids), table.dim, generator=generator, dtype=table.dtype, device="cpu")
+    elapsed = []
+    for step in range(1, repeats + 2):
+        began = time.perf_counter()
+        lookup = arena.look_up(0, ids, rows.address, keep=True)
+        arena.update(0, lookup, gradients, table.optimizer.numbers(table.optimizer.lr, 1.0, step))
+        elapsed.append(time.perf_counter() - began)
+    return statistics.median(elapsed[1:])

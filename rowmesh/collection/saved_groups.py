@@ -6,18 +6,13 @@ otherwise, in the program that loads. So each group is saved with the names of i
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rowmesh.errors import CheckpointError
 
-logger = logging.getLogger("rowmesh")
-
 Group = Mapping[str, Any]
 _OWN = ("params", "name", "tables")  # of a group here; all else comes from the saved one
-_NUMBERED = re.compile(r"_\d+$")  # of groups whose names were equal but for that
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
@@ -37,7 +32,11 @@ def sources(saved: Sequence[Group], own: Sequence[Group]) -> list[int]:
         [1, 0]
     """
     if not all("tables" in group for group in saved):
-        return _by_name(saved, own)
+        raise CheckpointError(
+            f"the state dictionary has {len(saved)} parameter groups, and this optimizer {len(own)}: "
+            f"{[group['name'] for group in own]}; not all of those saved say their tables, as the state of an "
+            "EmbeddingOptimizer does: use one of this class"
+        )
     place_of = {table: place for place, group in enumerate(saved) for table in group["tables"]}
     mine = [table for group in own for table in group["tables"]]
     if place_of.keys() != set(mine):
@@ -63,25 +62,6 @@ def _only(saved: Sequence[Group], place_of: Mapping[str, int]) -> int:
 
 def _rest(group: Group) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN}
-
-
-def _by_name(saved: Sequence[Group], own: Sequence[Group]) -> list[int]:
-    """The same for states of earlier versions, which name no tables."""
-    if len(saved) != len(own):
-        raise CheckpointError(
-            f"the state dictionary has {len(saved)} parameter groups, and this optimizer {len(own)}: "
-            f"{[group['name'] for group in own]}; use the tables that it was saved with"
-        )
-    if any(_NUMBERED.search(str(group.get("name", ""))) for group in saved):
-        logger.warning(
-            "the state of the optimizer is of an earlier version, which does not say the tables of the groups %s: "
-            "their learning rates are taken as those of tables in the same order",
-            [group.get("name") for group in saved],
-        )
-    place_of = {group.get("name"): place for place, group in enumerate(saved)}
-    if place_of.keys() == {group["name"] for group in own}:
-        return [place_of[group["name"]] for group in own]
-    return [*range(len(own))]
 
 
 def taken(saved: Sequence[Group], own: Sequence[Group], order: Sequence[int]) -> list[dict[str, Any]]:

@@ -209,7 +209,7 @@ class Barrier:
         dead = [rank for rank in mesh.dead_ranks() if rank not in left]
         # A rank may come and end its run between these two looks; then it is not missed.
         if dead and self._missing() >= 0:
-            self._leave(mesh.died(dead, "the others waited, or left the program before them"))
+            self._leave(mesh.processes.died(dead, "the others waited, or left the program before them"))
         if mesh.cancellation.is_set:
             self._leave(PeerError(f"{me}: stopped waiting for the others: something else failed"))
         absent = [mesh.name(rank) for rank, flag in enumerate(flags) if flag < self._generation]
@@ -223,8 +223,10 @@ class Barrier:
         if mesh.failures.find():
             self._leave(PeerError(f"{me}: stopped waiting for the others: {mesh.failures.find()}"))
         if left:
-            also = f"; {mesh.describe(absent)} had not come by then" if absent else ""
-            self._leave(PeerError(f"{me}: {mesh.describe(left)} stopped waiting; its own output says why{also}"))
+            also = f"; {mesh.processes.describe(absent)} had not come by then" if absent else ""
+            self._leave(
+                PeerError(f"{me}: {mesh.processes.describe(left)} stopped waiting; its own output says why{also}")
+            )
 
     def _leave(self, error: PeerError) -> NoReturn:
         """Marks this rank as gone for all others, and raises the error."""

@@ -28,7 +28,7 @@ from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
 from rowmesh.mesh.joining import join, meet
 from rowmesh.mesh.patience import Stopwatch, patiently
 from rowmesh.mesh.peers import Peers
-from rowmesh.mesh.processes import State, state_of
+from rowmesh.mesh.processes import RankProcesses
 from rowmesh.mesh.roll_call import RollCall, forget_store, keep_store
 from rowmesh.mesh.watchdog import Watchdog
 
@@ -187,7 +187,14 @@ class Mesh:
         Raises:
             PeerError: a rank died, was stopped for the mesh's timeout, or the call ended in vain; names it.
         """
-        watchdog = Watchdog(self, doing)
+        watchdog = Watchdog(
+            self.processes,
+            RollCall(self.rank, self.world_size, self.group),
+            doing,
+            names=[self.name(rank) for rank in range(self.world_size)],
+            timeout_s=self.timeout_s,
+            lost=self.run._lost,
+        )
         try:
             result = patiently(call, watchdog)
         except PeerError:
@@ -310,30 +317,15 @@ class Mesh:
             return self.whole.roll_call
         return RollCall(self.rank, self.world_size, self.group)
 
+    @property
+    def processes(self) -> RankProcesses:
+        """The processes of all ranks of the run."""
+        run = self.run
+        return RankProcesses(run.rank, run.hosts, run.pids)
+
     def dead_ranks(self) -> list[int]:
         """Ranks of the whole on this host whose process is gone (ranks on other hosts cannot be seen)."""
-        return self.ranks_seen("gone")
-
-    def ranks_seen(self, state: State) -> list[int]:
-        """Other ranks of the whole on this host whose process is in a state."""
-        if self.whole is not None:
-            return self.whole.ranks_seen(state)
-        here = self.hosts[self.rank]
-        return [
-            rank
-            for rank, (host, pid) in enumerate(zip(self.hosts, self.pids, strict=True))
-            if host == here and rank != self.rank and state_of(pid) == state
-        ]
-
-    def died(self, dead: Sequence[int], doing: str) -> PeerError:
-        """The error for ranks that `dead_ranks` found."""
-        if self.whole is not None:
-            return self.whole.died(dead, doing)
-        names = ", ".join(f"rank {rank} (process {self.pids[rank]})" for rank in dead)
-        return PeerError(
-            f"rank {self.rank}: {names} died while {doing}; its own output says why, unless it came to its end: all "
-            "ranks must take part equally often"
-        )
+        return self.processes.seen("gone")
 
     def peer_error(
         self, doing: str, cause: BaseException, watch: Stopwatch | None = None, calls: RollCall | None = None
@@ -358,7 +350,7 @@ class Mesh:
         until = time.monotonic() + (_LATE_LOOK_S if is_late else _BROKEN_LOOK_S)
         while True:
             if dead := self.dead_ranks():
-                return self.died(dead, doing)
+                return self.processes.died(dead, doing)
             absent = calls.absent()
             if time.monotonic() >= until:
                 break
@@ -387,7 +379,8 @@ class Mesh:
         after = "" if watch is None else f", after {watch}"
         text = f"a connection between ranks broke while {doing}{after}"
         if absent:
-            return f"{text}; missing: {self.describe(absent)}; the output of the one that ended or stopped says why"
+            missing = self.processes.describe(absent)
+            return f"{text}; missing: {missing}; the output of the one that ended or stopped says why"
         return f"{text}; a rank ended or stopped waiting, and its own output says why"
 
     def not_come(self, absent: Sequence[int], watch: Stopwatch | None = None) -> str:
@@ -401,24 +394,9 @@ class Mesh:
             return self.whole.not_come(absent, watch)
         waited = "" if watch is None else f" (this rank waited {watch})"
         return (
-            f"waited in vain for {self.describe(absent)}; every rank must call forward and step equally often, and "
-            f"within the timeout of {self.timeout_s:.0f} s{waited}"
+            f"waited in vain for {self.processes.describe(absent)}; every rank must call forward and step equally "
+            f"often, and within the timeout of {self.timeout_s:.0f} s{waited}"
         )
-
-    def describe(self, ranks: Sequence[int]) -> str:
-        """Ranks of the whole with their processes, and what is seen of them; a part of a message."""
-        if self.whole is not None:
-            return self.whole.describe(ranks)
-        here, names = self.hosts[self.rank], []
-        for rank in ranks:
-            seen = " on another host"
-            if self.hosts[rank] == here:
-                state = state_of(self.pids[rank])
-                seen = f", {state}"
-                if state == "stopped":
-                    seen += f": `kill -CONT {self.pids[rank]}` continues it"
-            names.append(f"rank {rank} (process {self.pids[rank]}{seen})")
-        return ", ".join(names)
 
     def close(self) -> None:
         """Leaves the process group if `connect` joined it. May be called again."""

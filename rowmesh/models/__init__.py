@@ -1,8 +1,7 @@
 """Models in plain torch: dense features and looked-up embeddings in, one logit a sample and label out."""
 
 from rowmesh.models.dcn import CrossLayer, DCNv2
-from rowmesh.models.dlrm import DLRM, ProjectedDLRM
-from rowmesh.models.interaction import DotInteraction
+from rowmesh.models.dlrm import DLRM, DotInteraction, ProjectedDLRM
 from rowmesh.models.layers import Projection
 from rowmesh.models.multi_task import MMoE, SharedBottom
 from rowmesh.models.protocol import Model, Vectors

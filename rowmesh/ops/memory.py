@@ -146,47 +146,6 @@ class Scratch:
         return self._buffer.num_bytes
 
 
-class Growing:
-    """A buffer that is appended to and then emptied, and keeps its memory.
-
-    Example:
-        >>> growing = Growing()
-        >>> first, second = growing.append(8), growing.append(8)
-        >>> growing.used, growing.address_of(8) == second
-        (16, True)
-    """
-
-    def __init__(self) -> None:
-        self._buffer = Buffer(64)
-        self.used = 0
-
-    def append(self, num_bytes: int) -> int:
-        """Room for more; returns its address. What was appended before may move."""
-        before, self.used = self.used, self.used + num_bytes
-        if self.used > self._buffer.num_bytes:
-            grown = Buffer(self.used + self.used // 4)
-            grown.bytes[:before] = self._buffer.bytes[:before]
-            self._buffer = grown
-        return self._buffer.address + before
-
-    def shrink(self, used: int) -> None:
-        """Gives back what was appended last."""
-        self.used = used
-
-    def address_of(self, offset: int) -> int:
-        """Where a byte is now."""
-        return self._buffer.address + offset
-
-    def array(self, dtype: Any, *shape: int) -> np.ndarray:
-        """What was appended first, as a view that is valid until more is."""
-        return self._buffer.array(dtype, *shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """How much is held."""
-        return self._buffer.num_bytes
-
-
 class Room:
     """Memory for a tensor of changing size: of the host it is kept and grows, of a device it is torch's allocator's.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -12,13 +12,9 @@ from rowmesh.errors import RowmeshError
 from rowmesh.exchange.window import Window
 from rowmesh.ops.streams import Mark
 from rowmesh.pipeline.ends import Answer
-from rowmesh.pipeline.schedule import Task
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged
 from rowmesh.tables.update_rules import Rate
-
-if TYPE_CHECKING:
-    from rowmesh.pipeline.pipeline import Pipeline
 
 
 class Samples(Protocol):
@@ -56,6 +52,11 @@ class Part:
 class BatchInFlight(Generic[T]):
     """One batch under way; iterating gives its micro-batches, in order, each once.
 
+    Args:
+        parts: gives the micro-batches of a batch whose window is known, as they are computed.
+        number: of the batch.
+        item: what the loader gave.
+
     Attributes:
         number: of the batch, from 0 on.
         item: what the loader gave, its samples in the order of the micro-batches.
@@ -65,8 +66,8 @@ class BatchInFlight(Generic[T]):
         answer: what this rank says when ranks ask each other whether they take its step.
     """
 
-    def __init__(self, pipeline: Pipeline[T], number: int, item: T) -> None:
-        self._pipeline, self.number, self.item = pipeline, number, item
+    def __init__(self, parts: Callable[[Self], Iterator[Part]], number: int, item: T) -> None:
+        self._parts, self.number, self.item = parts, number, item
         self.order: Tensor | None = None
         self.window: Window | None = None
         self.lrs: Sequence[Rate] | None = None
@@ -78,18 +79,8 @@ class BatchInFlight(Generic[T]):
     def __iter__(self) -> Iterator[Part]:
         if self._is_begun or self.window is None:
             raise RowmeshError(f"the micro-batches of batch {self.number} were given before; each is computed once")
-        self._is_begun, bounds = True, self.window.bounds
-        for part, samples in enumerate(map(slice, bounds, bounds[1:])):
-            task = Task("compute", self.number, part)
-            start = self._pipeline.await_rows(self, task)
-            weight = (samples.stop - samples.start) / max(bounds[-1], 1)
-            yield Part(samples, self._pipeline.pool(self, part), weight)
-            if self.num_computed != part + 1:
-                raise RowmeshError(
-                    f"micro-batch {part} of batch {self.number} had no backward; call loss.backward() for each before "
-                    "the next one"
-                )
-            self._pipeline.record_compute(task, start)
+        self._is_begun = True
+        yield from self._parts(self)
 
     def reorder(self, order: Tensor) -> None:
         """Puts samples into the order of the micro-batches."""

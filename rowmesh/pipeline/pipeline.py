@@ -32,24 +32,20 @@ from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import (
     ConfigurationError,
-    DataError,
-    IdRangeError,
-    NoRoomError,
-    PeerError,
-    RefusedError,
     RowmeshError,
 )
-from rowmesh.exchange.window import FIRST, Form, Window
+from rowmesh.exchange.window import FIRST, Form
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
-from rowmesh.pipeline.batch_in_flight import BatchInFlight, T
+from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, Samples, T
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.ends import Answer, Ends
 from rowmesh.pipeline.recorder import WAIT, Recorder
-from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError, named
+from rowmesh.pipeline.runner import PipelineClosedError, Runner
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
+from rowmesh.pipeline.stages import Stages
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
@@ -157,18 +153,14 @@ class Pipeline(Generic[T]):
             self._streams = DeviceStreams(self.schedule, device, self.recorder, is_traced=trace)
         self._runner: Runner | None = None
         self._thread = 0  # which one runs the loop
-        self._in_flight: dict[int, BatchInFlight[T]] = {}
+        self._stages: Stages[T] | None = None  # of the loop that runs
         self._current: BatchInFlight[T] | None = None  # the one that is computed
         self._turn = 0  # the last one that was entered
         self._late_error: RowmeshError | None = None  # what failed after a loop was left
         self._has_waited = False  # since the last turn was entered
         self._known = [name for table in embeddings.tables for name in table.features]
         self._features: Sequence[str] | None = None  # that are looked up; None for all
-        self._reader: Iterator[T] = iter(())
         self._opened: dict[int, int] = {}  # by batch, of the last two that were given: which step of dynamic tables
-        self._num_decided_ahead = 0  # batches whose turn to be decided together with other ranks has come
-        self._num_averaged_ahead = 0  # batches whose turn to be averaged with other replica groups has come
-        self._is_routed_over = False  # whether those that decide together know that there are no more
         self._first = FIRST  # the number of its first window
 
     def __repr__(self) -> str:
@@ -215,7 +207,8 @@ class Pipeline(Generic[T]):
         self._features = features
         runner = self._begin(items)
         try:
-            yield from self._turns(runner)
+            assert self._stages
+            yield from self._turns(runner, self._stages)
             runner.wait_for_all()
             self._ends.check()
         finally:
@@ -239,14 +232,24 @@ class Pipeline(Generic[T]):
     def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
         if self._num_migrations != self._engine.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._reader, self._opened = reader, {}
-        self._num_decided_ahead, self._num_averaged_ahead, self._is_routed_over = 0, 0, False
+        self._opened = {}
         self._ends.begin(self._first)
         for windows in self._windows:
             windows.begin(self._first)
-        actions = {name: getattr(self, f"_{name}") for name in _ACTIONS}
-        actions["route"] = lambda task: self._route(task, runner)
-        actions["retrieve"] = lambda task: self._retrieve(task, runner)
+        self._stages = stages = Stages(
+            reader,
+            self._engine,
+            self._windows,
+            self._ends,
+            cutter=self._cutter,
+            streams=self._streams,
+            parts=self._parts,
+            sparse_of=partial(_sparse_of, features=self._features, known=self._known),
+            first=self._first,
+        )
+        actions = {name: getattr(stages, name) for name in _ACTIONS}
+        actions["route"] = lambda task: stages.route(task, runner)
+        actions["retrieve"] = lambda task: stages.retrieve(task, runner)
         self._streams.meet()  # after all work that set rows or used this memory
         on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
         self._runner = runner = Runner(
@@ -255,12 +258,12 @@ class Pipeline(Generic[T]):
             rank=self._engine.mesh.rank,
             threads=self._overlap,
             disturb=self._disturb,
-            keep=self._keep,
+            keep=stages.keep,
             cancelled=cancelled,
         )
         return runner
 
-    def _turns(self, runner: Runner) -> Iterator[BatchInFlight[T]]:
+    def _turns(self, runner: Runner, stages: Stages[T]) -> Iterator[BatchInFlight[T]]:
         self._turn = -self.schedule.depth - 1
         while True:
             if self._has_waited:  # and the program may have updated rows, on its own stream
@@ -271,7 +274,7 @@ class Pipeline(Generic[T]):
             if self._turn < 0:
                 continue
             runner.wait(Task("compute", self._turn))
-            if (batch := self._batch(self._turn)) is None:
+            if (batch := stages.batch(self._turn)) is None:
                 self._end_turn(runner, self._turn)
                 return
             assert batch.window
@@ -366,15 +369,15 @@ class Pipeline(Generic[T]):
             self._raise_late_error()
 
     def _stop(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is None:
+        runner, self._runner, stages = self._runner, None, self._stages
+        if runner is None or stages is None:
             return
         num_given = 0 if self._current is None else self._current.number + 1
         refusal: RowmeshError | None = None
         try:
             if self._current is not None and self._current.lrs is not None:
                 self._request(runner, self._current)
-            refusal = self._part(runner)
+            refusal = self._part(runner, stages)
             self._make_room(runner)
         finally:
             self._engine.prepare_to_take_back()
@@ -384,12 +387,9 @@ class Pipeline(Generic[T]):
         for windows in self._windows:
             windows.end()
         self._first += self._turn + self.schedule.depth + 2  # no window of this run is before one of the next
-        for batch in self._in_flight.values():
-            if batch.window is not None and batch.window.route.pin is not None:
-                batch.window.route.pin.drop()
-        self._in_flight.clear()
+        stages.drop()
         self._streams.forget()
-        self._current, self._reader = None, iter(())
+        self._current = self._stages = None
 
     def _last_opened(self, num_given: int) -> int | None:
         """The step that the last batch opened in dynamic tables that stands there, as `Engine.take_back` takes it.
@@ -399,7 +399,7 @@ class Pipeline(Generic[T]):
         num_decided = num_given if self._ends.num_decided is None else self._ends.num_decided
         return self._opened.get(num_decided - 1) if num_decided else -1
 
-    def _part(self, runner: Runner) -> RowmeshError | None:
+    def _part(self, runner: Runner, stages: Stages[T]) -> RowmeshError | None:
         """Sends other ranks what they wait for, until all know where this one stopped; see `rowmesh.pipeline.ends`.
 
         Returns:
@@ -415,14 +415,14 @@ class Pipeline(Generic[T]):
             return None
         stepped = -1 if mine is None or mine.lrs is None else mine.number
         try:
-            self._go_through_turns(runner, stepped, time.monotonic() + _LEAVE_S)
+            self._go_through_turns(runner, stages, stepped, time.monotonic() + _LEAVE_S)
         except PipelineClosedError:
             return None
         except RowmeshError as error:
             return error if ends.refused is None or stepped == ends.refused else None
         return None
 
-    def _go_through_turns(self, runner: Runner, stepped: int, deadline: float) -> None:
+    def _go_through_turns(self, runner: Runner, stages: Stages[T], stepped: int, deadline: float) -> None:
         """Passes over batches behind the last one that had its step, up to the end or to one whose step is refused.
 
         Raises:
@@ -431,7 +431,7 @@ class Pipeline(Generic[T]):
         while True:
             if self._turn > stepped and self._turn >= 0:
                 runner.wait(Task("compute", self._turn), deadline - time.monotonic())
-                if (batch := self._batch(self._turn)) is None:
+                if (batch := stages.batch(self._turn)) is None:
                     self._end_turn(runner, self._turn)
                     return
                 self._abandon(runner, batch, Answer.LEFT if batch is self._current else Answer.LEFT_BEFORE)
@@ -470,7 +470,23 @@ class Pipeline(Generic[T]):
 
     # Calls of the driver
 
-    def await_rows(self, batch: BatchInFlight[T], task: Task) -> Mark:
+    def _parts(self, batch: BatchInFlight[T]) -> Iterator[Part]:
+        """The micro-batches of a batch, each once its rows are there; goes on once it had its backward."""
+        assert batch.window
+        bounds = batch.window.bounds
+        for part, samples in enumerate(map(slice, bounds, bounds[1:])):
+            task = Task("compute", batch.number, part)
+            start = self._await_rows(batch, task)
+            weight = (samples.stop - samples.start) / max(bounds[-1], 1)
+            yield Part(samples, self._pool(batch, part), weight)
+            if batch.num_computed != part + 1:
+                raise RowmeshError(
+                    f"micro-batch {part} of batch {batch.number} had no backward; call loss.backward() for each before "
+                    "the next one"
+                )
+            self.recorder.note(task, COMPUTE, start, self.recorder.now(), cpu_s=None)
+
+    def _await_rows(self, batch: BatchInFlight[T], task: Task) -> Mark:
         """Waits until a micro-batch can be looked up; the time is exposed. Returns its end.
 
         A device's stream passes the first mark when it has no other work, and the second when rows are there. While the
@@ -484,7 +500,7 @@ class Pipeline(Generic[T]):
         self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)
         return end
 
-    def pool(self, batch: BatchInFlight[T], part: int) -> Embeddings:
+    def _pool(self, batch: BatchInFlight[T], part: int) -> Embeddings:
         """The vectors of a micro-batch."""
         window, task = batch.window, Task("compute", batch.number, part)
         assert window
@@ -505,10 +521,6 @@ class Pipeline(Generic[T]):
         if self._runner is None or batch is not self._current:
             raise RowmeshError(f"batch {batch.number} is not under way any more: its loop was left")
         return self._runner
-
-    def record_compute(self, task: Task, start: Mark) -> None:
-        """Notes when a micro-batch was computed."""
-        self.recorder.note(task, COMPUTE, start, self.recorder.now(), cpu_s=None)
 
     def _step(self, lrs: Sequence[Rate]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
@@ -531,183 +543,6 @@ class Pipeline(Generic[T]):
             )
         batch.take_answer(Answer.FORGETS)
 
-    # Which batches there are
-
-    def _keep(self, task: Task, error: Exception) -> bool:
-        """Keeps what failed ahead of the loop as the end of the data."""
-        number, here = task.batch, self._ends.end_here
-        failed = named(error, task, self._engine.mesh.rank)
-        if task.stage == "route":
-            if isinstance(error, RefusedError):
-                self._end_routes(number)
-                self._ends.refuse(number, error)
-            elif isinstance(error, PipelineClosedError | PeerError):
-                return False
-            else:
-                here(number, failed)
-                with contextlib.suppress(RefusedError):  # which says what the error says
-                    self._pass_over(number, error)
-                batch = self._in_flight.get(number)
-                if self._engine.is_decided_ahead and not (batch and batch.is_routed):  # the others failed with it
-                    self._end_routes(number)
-                    here(number, everywhere=True)
-        elif task.stage == "open" and isinstance(error, (IdRangeError, RefusedError)):
-            here(number, failed, everywhere=True)
-        elif task.stage == "read" or (task.stage == "retrieve" and isinstance(error, NoRoomError)):
-            here(number, failed)
-        else:
-            return False
-        return True
-
-    def _batch(self, number: int) -> BatchInFlight[T] | None:
-        return None if self._ends.is_over(number) else self._in_flight.get(number)
-
-    def _window(self, task: Task) -> Window | None:
-        batch = self._batch(task.batch)
-        return None if batch is None else batch.window
-
-    def _standing(self, task: Task) -> int:
-        return self._ends.standing(task.batch, has_batch=self._window(task) is not None)
-
-    @property
-    def _asks_late(self) -> bool:
-        """Whether ranks compare what they have when the rows of a batch are due.
-
-        Most do so in the first message of the batch. That does not suffice where there is none before its rows, where
-        it does not reach all ranks, or where rows may find no room in fast memory after it.
-        """
-        can_split = any(windows.is_split for windows in self._windows)
-        is_tiered = any(windows.is_tiered for windows in self._windows)
-        return not self._ends.is_alone and (is_tiered or self._ends.is_divided or not can_split)
-
-    # Stages, in other threads
-
-    def _read(self, task: Task) -> None:
-        if self._ends.here is not None or self._ends.has_left:
-            return
-        try:
-            item = next(self._reader)
-        except StopIteration:
-            self._ends.end_here(task.batch)
-            return
-        _check_item(item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
-        self._in_flight[task.batch] = BatchInFlight(self, task.batch, item)
-
-    def _route(self, task: Task, runner: Runner) -> None:
-        number, engine = task.batch, self._engine
-        if self._is_routed_over if engine.is_decided_ahead else self._ends.is_over(number):
-            return
-        if not engine.can_undo:  # what is decided of it stands, so that it must be the loop's next batch
-            runner.wait_for_step(number - 1)
-        if engine.merges_next:  # nor may the step before it be refused, which replica groups do not know by themselves
-            runner.wait_for_update(number - 1)
-        batch = None if self._ends.has_left else self._batch(number)
-        if batch is None:
-            self._pass_over(number, self._ends.error(number))
-            return
-        sparse = self._sparse_of(batch.item)
-        order, sizes = self._cutter(sparse)
-        if order is not None:
-            _check_item(batch.item, "take", "a method that takes samples, since they are clustered")
-            batch.reorder(order)
-            sparse = self._sparse_of(batch.item)
-        engine.check_ahead(sparse)
-        self._num_decided_ahead = number + 1
-        route = engine.route_ahead(sparse)
-        batch.take_route()
-        self._num_averaged_ahead = number + 1
-        window = engine.make_window(route, sizes)
-        window.number = window.route.number = self._first + number
-        batch.take_window(window)
-
-    def _pass_over(self, number: int, error: Exception | None) -> None:
-        """Says, where ranks decide together about a batch that is routed, that this rank has none."""
-        if self._ends.is_alone or not self._engine.is_decided_ahead or self._num_decided_ahead > number:
-            return
-        self._num_decided_ahead = number + 1
-        self._engine.pass_over(error)
-        self._end_routes(number)
-        self._ends.end_here(number, everywhere=True)
-
-    def _end_routes(self, number: int) -> None:
-        """All ranks that decide together about this batch know that there is none; other replica groups learn so now.
-
-        By the next batch they all know anyway: they compare what they have before rows are given to the loop.
-        """
-        self._is_routed_over = True
-        if self._ends.is_alone or self._num_averaged_ahead > number or self._ends.is_over(number - 1):
-            return
-        self._num_averaged_ahead = number + 1
-        self._engine.pass_over_averages(number)
-
-    def _sparse_of(self, item: T) -> SparseBatch:
-        """The ids of an item that are looked up."""
-        sparse = as_batch(item.sparse)
-        return sparse if self._features is None else with_empty_bags(sparse, self._features, self._known)
-
-    def _open(self, task: Task) -> None:
-        if self._ends.is_over(task.batch):
-            return
-        for windows in self._windows:
-            if windows.is_split:
-                standings = windows.open(self._window(task), self._standing(task))
-                if not self._ends.compare(task.batch, standings) and not self._ends.is_divided:
-                    return
-
-    def _retrieve(self, task: Task, runner: Runner) -> None:
-        if window := self._window(task):
-            try:
-                for windows in self._windows:
-                    windows.retrieve(window, lambda: runner.may_wait(task) and not self._ends.is_over(task.batch))
-            except NoRoomError:
-                if runner.is_of_use(task) and not self._ends.is_over(task.batch):
-                    raise
-
-    def _final(self, task: Task) -> None:
-        if window := self._window(task):
-            for windows in self._windows:
-                windows.final(window)
-
-    def _rows(self, task: Task) -> None:
-        if task.part == 0 and self._asks_late and not self._ends.is_known(task.batch):
-            self._ends.ask(task.batch, self._standing(task))
-        if window := self._window(task):
-            for windows in self._windows:
-                windows.fetch(window, task.part)
-
-    def _gradients(self, task: Task) -> None:
-        if window := self._window(task):
-            for windows in self._windows:
-                windows.push(window, task.part)
-
-    def _update(self, task: Task) -> None:
-        batch = self._batch(task.batch)
-        if batch is None:
-            return
-        window, engine, rates = batch.window, self._engine, batch.lrs or ()
-        assert window
-        try:
-            forgets = self._ends.agree(batch.number, batch.answer, engine.make_step(rates, engine.step_count + 1))
-        except RowmeshError as error:
-            if self._ends.refused is None:
-                raise
-            for windows in self._windows:
-                windows.unpin(window)
-            raise SharedError(error) from error
-        engine.update_window(self._windows, window, rates, forgets=forgets)
-        self._streams.keep(task.batch, window)
-        self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
-        batch.release()
-        del self._in_flight[task.batch]
-
-
-def _check_item(item: object, name: str, kind: str) -> None:
-    if not hasattr(item, name):
-        raise DataError(
-            f"the loader of a pipeline gave a {type(item).__name__} without {name!r}, {kind}; give items as "
-            "rowmesh.data.Batch is"
-        )
-
 
 def _check(depth: int, micro_batches: int, exchange: str) -> None:
     for name, value in {"depth": depth, "micro_batches": micro_batches}.items():
@@ -719,3 +554,9 @@ def _check(depth: int, micro_batches: int, exchange: str) -> None:
         raise ConfigurationError(f"micro_batches must be 1 to {MAX_PARTS}, got {micro_batches}")
     if exchange not in Form.__args__:
         raise ConfigurationError(f"exchange must be one of {list(Form.__args__)}, got {exchange!r}")
+
+
+def _sparse_of(item: Samples, features: Sequence[str] | None, known: Sequence[str]) -> SparseBatch:
+    """The ids of an item that are looked up: of these features, None for all."""
+    sparse = as_batch(item.sparse)
+    return sparse if features is None else with_empty_bags(sparse, features, known)

@@ -1,6 +1,6 @@
 """Sizes of micro-batches: small at both ends of a window, where nothing hides their exchange.
 
-In a window whose rows travel once (`rowmesh.pipeline.window`, *delta*), with all other exchange behind computation,
+In a window whose rows travel once (*delta* in `rowmesh.exchange.window`), with all other exchange behind computation,
 
     window time = max(communication, computation + first fetch + last push)
 

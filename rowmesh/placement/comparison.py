@@ -9,7 +9,7 @@ import numpy as np
 
 from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import Plan
-from rowmesh.placement.strategies import QUICK, current_name, search
+from rowmesh.placement.strategies import QUICK, search
 from rowmesh.placement.strategies.auto import EQUAL, NOISE, attempt, attempts, choose
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import copied_share
@@ -139,7 +139,6 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
         >>> compare(problem, "cyclic").why.split(":")[0]
         'cyclic'
     """
-    strategy = current_name(strategy)
     if strategy == "auto":
         plans = attempts(problem)
         plan = choose(problem, plans)

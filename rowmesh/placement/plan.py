@@ -40,7 +40,6 @@ from rowmesh.tables.dense import compute_dtype
 
 RuleName = Literal["cyclic", "node", "replicated", "fixed"]
 FORMAT = 1
-FORMER_NAMES = {"dealt": "cyclic"}  # of rules and strategies in older plans and configurations
 MAX_RANKS = 1 << 24  # `rowmesh.ops.route` keeps a rank in 24 bits
 _NUMBERS = ("start", "stop", "shift", "rank", "phase")  # of a range
 
@@ -446,14 +445,13 @@ class Plan:
             tables = tuple(
                 TablePlan(
                     TableShape(**entry["shape"]),
-                    tuple(_read_range(part) for part in entry["ranges"]),
+                    tuple(RowRange(**part) for part in entry["ranges"]),
                     entry.get("replicas", 1),
                 )
                 for entry in fields.pop("tables")
             )
             plan = Plan(tables, **fields)
             _check_types(plan)
-            plan = replace(plan, strategy=FORMER_NAMES.get(plan.strategy, plan.strategy))
             plan.check()
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, ConfigurationError):
@@ -489,11 +487,6 @@ def _check_names(replicas: Mapping[str, int], names: Sequence[str]) -> None:
     for name in names:
         if name not in replicas:
             raise ConfigurationError(f"replicas do not say how many table {name!r} has; give 1 where it has no others")
-
-
-def _read_range(fields: dict[str, Any]) -> RowRange:
-    part = RowRange(**fields)
-    return replace(part, rule="cyclic") if part.rule in FORMER_NAMES else part
 
 
 def _replicas(table: TablePlan) -> str:

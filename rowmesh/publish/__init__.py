@@ -2,8 +2,7 @@
 
 from rowmesh.publish.generation import PublishedTable
 from rowmesh.publish.opening import open_target
-from rowmesh.publish.pinned import PinnedGeneration
 from rowmesh.publish.publisher import Changes, Publisher
-from rowmesh.publish.reader import PublishedReader
+from rowmesh.publish.reader import PinnedGeneration, PublishedReader
 
 __all__ = ["Changes", "PinnedGeneration", "PublishedReader", "PublishedTable", "Publisher", "open_target"]

@@ -75,7 +75,7 @@ def naming_lost_peers(mesh: Mesh, doing: str) -> Iterator[None]:
         raise
     except Terminated as stop:
         if dead := mesh.dead_ranks():
-            raise mesh.died(dead, doing) from stop
+            raise mesh.processes.died(dead, doing) from stop
         raise
     except RuntimeError as error:
         if mesh.world_size == 1 or not _LOST.search(str(error)):

@@ -22,7 +22,7 @@ from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.placement import Plan
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
-from rowmesh.placement.strategies import STRATEGIES, current_name
+from rowmesh.placement.strategies import STRATEGIES
 from rowmesh.run.checks import SETTING_UP
 from rowmesh.run.job import Job
 from rowmesh.run.placement import problem_of, run_topology
@@ -192,7 +192,7 @@ def _configured(job: Job) -> Drift | None:
 
     predicted, planner = on_rank_0(mesh, SETTING_UP, fit, Fit), None
     if problem is not None:
-        wanted = current_name(job.config.placement.strategy or plan.strategy)
+        wanted = job.config.placement.strategy or plan.strategy
         strategy = wanted if wanted in STRATEGIES else "auto"
         planner = Planner(plan, strategy, problem.topology, problem.request)
     limits = config.model_dump(exclude={"enabled"})

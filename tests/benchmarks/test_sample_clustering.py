@@ -10,9 +10,9 @@ import torch
 from benchmarks import sample_clustering
 from benchmarks.sample_clustering_data import read
 from benchmarks.sample_clustering_peers import minhash, sort_by_column
+from benchmarks.sample_clustering_window import count_window
 from benchmarks.workload import Workload
-from rowmesh.pipeline.rows import BatchRows
-from rowmesh.pipeline.window import count_window
+from rowmesh.pipeline.cutter import BatchRows
 
 DATA = Path("../shared/data")
 SMALL = Workload(max_rows=5000, global_batch=512, warmup=1, steps=2)

@@ -1,4 +1,5 @@
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import time
 import pytest
 
 import rowmesh
-from rowmesh.cli.__main__ import main
+from rowmesh.cli.__main__ import main, wait_passively
 from rowmesh.errors import PeerError, RowmeshError
 
 
@@ -44,7 +45,7 @@ def failing_with(monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", fail)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", fail)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_ctrl_c_is_not_lost_while_an_object_is_freed(capsys, monkeypatch):
         Freed()
         time.sleep(30)
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", interrupted)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", interrupted)
     before = sys.unraisablehook
     assert run(capsys, "env") == (130, "", "rowmesh: interrupted\n")
     assert sys.unraisablehook is before
@@ -117,7 +118,7 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", interrupt)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", interrupt)
     assert run(capsys, "env") == (130, "", "rowmesh: interrupted\n")
 
 
@@ -151,7 +152,7 @@ def test_sigterm_ends_with_its_own_status_and_what_it_interrupted(capsys, monkey
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("rowmesh.observe.environment_report", terminate)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", terminate)
     before = signal.getsignal(signal.SIGTERM)
     assert run(capsys, "env") == (143, "", "rowmesh (rank 1): error: rank 0 (process 7) died while training\n")
     assert signal.getsignal(signal.SIGTERM) is before
@@ -167,6 +168,33 @@ def test_a_second_sigterm_does_not_cut_the_clean_up(capsys, monkeypatch):
             signal.raise_signal(signal.SIGTERM)
             cleaned.append(True)
 
-    monkeypatch.setattr("rowmesh.observe.environment_report", terminate)
+    monkeypatch.setattr("rowmesh.observe.environment.environment_report", terminate)
     assert run(capsys, "env") == (143, "", "")
     assert cleaned
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)],
+)
+def test_the_environment_decides_how_threads_wait(monkeypatch, given, expected):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    wait_passively()
+    assert os.environ.get("OMP_WAIT_POLICY") == expected
+
+
+def test_how_threads_wait_is_said_before_torch_is_there():
+    """OpenMP reads it when it is loaded."""
+    program = """
+import sys
+from rowmesh.cli import __main__
+assert "torch" not in sys.modules
+wait_passively = __main__.wait_passively
+__main__.wait_passively = lambda: (wait_passively(), print("torch" in sys.modules))
+__main__.main(["--version"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[0] == "False", done.stderr

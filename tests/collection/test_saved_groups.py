@@ -198,18 +198,6 @@ def test_a_state_that_does_not_fit_changes_nothing(change, said):
     assert all(torch.equal(rows, embeddings.state_dict()[name]) for name, rows in before.items())
 
 
-def test_states_of_earlier_versions_name_no_tables(caplog):
-    """Their groups are found by name, and a line says where equal names leave it open whose they are."""
-    _, optimizer = made()
-    old = optimizer.state_dict()
-    for number, group in enumerate(old["param_groups"]):
-        del group["tables"]
-        group["lr"] = float(number)
-    optimizer.load_state_dict(old)
-    assert rates_of(optimizer) == {"a": 0.0, "b": 1.0, "c": 2.0}
-    assert "does not say the tables of the groups" in caplog.text
-
-
 def test_a_joint_optimizer_takes_all_states_or_none():
     def both():
         embeddings, optimizer = made()

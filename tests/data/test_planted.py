@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rowmesh.data.planted import CRITEO_ROWS, PlantedConfig, PlantedModel, power_law
-from rowmesh.data.scores import Scores
+from rowmesh.data.synthetic import Scores
 from rowmesh.errors import ConfigurationError
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh, watchdog
+from rowmesh.mesh.processes import RankProcesses
 
 
 def test_a_rank_that_dies_while_others_connect_is_named(monkeypatch):
@@ -61,9 +62,8 @@ class Calls:
 
 def test_one_that_takes_long_is_named_once_and_waited_for(monkeypatch, caplog):
     """Nothing is wrong with a slow disk."""
-    calls, pids = Calls(), (os.getpid(), os.getpid())
-    monkeypatch.setattr(watchdog, "RollCall", lambda *of: calls)
-    look = watchdog.Watchdog(Mesh(rank=0, world_size=2, hosts=(0, 0), pids=pids, timeout_s=5.0), "writing")
+    calls, processes = Calls(), RankProcesses(rank=0, hosts=(0, 0), pids=(os.getpid(), os.getpid()))
+    look = watchdog.Watchdog(processes, calls, "writing", names=[0, 1], timeout_s=5.0, lost=threading.Event())
     monkeypatch.setattr(look.watch, "read", iter([0.1, 1.0, 4.9, 5.0, 5.1, 60.0]).__next__)
     for said in ([], ["here"], ["here"]):
         look()

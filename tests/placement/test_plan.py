@@ -104,14 +104,6 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         Plan.load(path)
 
 
-def test_plans_with_the_former_name_of_cyclic_are_read():
-    plan = Plan.cyclic([SHAPE], 2)
-    shown = replace(plan.tables[0].ranges[0], shift=1)
-    plan = replace(plan, tables=(replace(plan.tables[0], ranges=(shown,)),))
-    assert '"cyclic"' in plan.to_json()
-    assert Plan.from_json(plan.to_json().replace("cyclic", "dealt")) == plan
-
-
 def test_nodes_are_equal_and_tables_are_named_once():
     plan = Plan.cyclic([SHAPE], 4)
     with pytest.raises(ConfigurationError, match="cannot have 3 ranks a node"):

@@ -6,8 +6,8 @@ bound the first micro-batch would fill up before the others are begun, and nothi
 
 *Light ends.* A row that c ids of the batch ask for weighs 1 / c in each of them. The lightest samples, whose rows many
 others have too, go to the first and the last micro-batch, and the others are clustered. In a window in which
-every row travels once (`rowmesh.pipeline.window`), what the first micro-batch fetches and the last one pushes is what
-computation cannot hide.
+every row travels once (*delta* in `rowmesh.exchange.window`), what the first micro-batch fetches and the last one
+pushes is what computation cannot hide.
 
 Source: NestPipe §V-C "Sample Clustering", which leaves the method open.
 """

@@ -25,21 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rowmesh.ops.dynamic_index.cpu import COUNT, SCORE, SEEN
-from rowmesh.ops.dynamic_index.device import (
-    DECAY_STEPS,
-    FIRST_RECORD,
-    FIRST_SHARD,
-    FIRST_SPAN,
-    KIND,
-    NUM_HERE,
-    NUM_SHARDS,
-    RECORD_COLUMNS,
-    SEED,
-    TABLE_COLUMNS,
-)
 from rowmesh.ops.dynamic_index.victims import BOTH, FREQUENCY, RECENCY
 from rowmesh.ops.gpu import Signature, ceil_div, check, launch
 
+# Of a row of `described`, int64 each.
+SEED, NUM_SHARDS, FIRST_SHARD, NUM_HERE, FIRST_SPAN, FIRST_RECORD, KIND, DECAY_STEPS, TABLE_COLUMNS = range(9)
+RECORD_COLUMNS = 4
 _BLOCK = 256
 _SHARD_BLOCK = 1024
 

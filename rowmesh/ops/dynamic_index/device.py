@@ -28,9 +28,6 @@ from rowmesh.ops.dynamic_index.scored import IndexShape
 from rowmesh.ops.streams import Stream
 from rowmesh.ops.transfer import Late, upload
 
-# What kernels must know of a table, int64 each.
-SEED, NUM_SHARDS, FIRST_SHARD, NUM_HERE, FIRST_SPAN, FIRST_RECORD, KIND, DECAY_STEPS, TABLE_COLUMNS = range(9)
-RECORD_COLUMNS = 4
 _MAX = 2**63 - 1
 _NONE = np.empty(0, np.int64)
 T = TypeVar("T")
@@ -93,24 +90,26 @@ class DeviceIndexes:
     """
 
     def __init__(self, shapes: Sequence[IndexShape], device: torch.device) -> None:
+        from rowmesh.ops.dynamic_index import cuda
+
         self.device, self.stream = device, Stream.new(device, is_urgent=True)
         sizes = [int(shape.capacities.sum()) for shape in shapes]
         first_spans = [*accumulate((len(shape.capacities) for shape in shapes), initial=0)]
         first_records = [*accumulate((shape.num_slots for shape in shapes), initial=0)]
         begins = [2 * first for first in accumulate(sizes, initial=0)]
-        described = np.zeros((len(shapes), TABLE_COLUMNS), np.int64)
+        described = np.zeros((len(shapes), cuda.TABLE_COLUMNS), np.int64)
         for row, shape, span, record in zip(described, shapes, first_spans, first_records, strict=False):
-            row[SEED], row[NUM_SHARDS] = np.uint64(shape.seed).view(np.int64), shape.num_shards
-            row[FIRST_SHARD], row[NUM_HERE] = shape.first_shard, len(shape.capacities)
-            row[FIRST_SPAN], row[FIRST_RECORD] = span, record
-            row[KIND], row[DECAY_STEPS] = shape.kind, shape.decay_steps
+            row[cuda.SEED], row[cuda.NUM_SHARDS] = np.uint64(shape.seed).view(np.int64), shape.num_shards
+            row[cuda.FIRST_SHARD], row[cuda.NUM_HERE] = shape.first_shard, len(shape.capacities)
+            row[cuda.FIRST_SPAN], row[cuda.FIRST_RECORD] = span, record
+            row[cuda.KIND], row[cuda.DECAY_STEPS] = shape.kind, shape.decay_steps
         self.num_steps = max((int(shape.capacities.max(initial=0)) for shape in shapes), default=0).bit_length()
         # Every shard has two places, one of which is empty.
         self.ids = self.stream.run(lambda: torch.zeros(begins[-1], dtype=torch.int64, device=device))
         self.slots = self.stream.run(lambda: torch.zeros(begins[-1], dtype=torch.int32, device=device))
         self.spans = self.stream.run(lambda: torch.zeros((first_spans[-1], 2), dtype=torch.int64, device=device))
         self.records = self.stream.run(
-            lambda: torch.zeros((first_records[-1], RECORD_COLUMNS), dtype=torch.int64, device=device)
+            lambda: torch.zeros((first_records[-1], cuda.RECORD_COLUMNS), dtype=torch.int64, device=device)
         )
         self.described = self.upload(described)
         firsts = zip(begins, first_spans, first_records, strict=True)

@@ -25,7 +25,6 @@ import importlib
 from typing import TYPE_CHECKING, Protocol
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.placement.plan import FORMER_NAMES
 
 if TYPE_CHECKING:
     from rowmesh.placement.plan import Plan
@@ -63,18 +62,12 @@ QUICK = ("cyclic", "partitioned", *BASELINES)
 ANY_ORDER = ("auto", "memory_greedy", "table_wise", "row_wise", "torchrec_like")
 
 
-def current_name(name: str) -> str:
-    """The name of a strategy, given that or the one it had in earlier versions."""
-    return FORMER_NAMES.get(name, name)
-
-
 def find(name: str) -> Strategy:
     """A strategy by name.
 
     Raises:
         ConfigurationError: there is none of that name.
     """
-    name = current_name(name)
     if name not in STRATEGIES:
         raise ConfigurationError(f"no placement strategy {name!r}; there are {', '.join(STRATEGIES)}")
     module, function = STRATEGIES[name].rsplit(".", 1)

@@ -62,7 +62,6 @@ class ReferenceShards:
         self.table, self.rules, self.shards = table, rules, shards
         self._shards = {shard: _Shard() for shard in shards}
         self._free = set(range(num_frames))
-        self._num_frames = num_frames
         self._step, self._window, self._now = -1, 0, NO_TIME
         self.num_forgotten = 0
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import TableShape
-from rowmesh.placement.baselines.duplication import duplicate_for_inference, pays_in_training
-from rowmesh.placement.baselines.partitioned import judge, search
+from rowmesh.placement.baselines.partitioned import duplicate_for_inference, judge, pays_in_training, search
 from rowmesh.placement.baselines.partitions import Partitions
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.profile import Profile

@@ -122,10 +122,6 @@ def test_what_is_said_to_fit_does_fit():
         search("cyclic", profile, Topology.uniform(world_size), request).check(60_000)
 
 
-def test_the_former_name_of_cyclic_is_known():
-    assert find("dealt") is find("cyclic")
-
-
 def test_an_unknown_strategy_is_refused():
     with pytest.raises(ConfigurationError, match="no placement strategy 'best'; there are auto, cyclic"):
         find("best")

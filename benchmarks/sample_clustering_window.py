@@ -1,18 +1,8 @@
 """The frozen window, counted: how many rows a rank fetches before and pushes after each of its micro-batches.
 
-Rows are frozen while the micro-batches of a batch are computed: gradients are applied after the last of them. So a row
-is the same in all of them, and there are three ways to exchange it:
+`rowmesh.exchange.window` says how rows travel: unsplit, naive and delta.
 
-- *unsplit*: every distinct row of the batch is fetched before the first micro-batch, and pushed after the last;
-- *naive*: each micro-batch fetches its own distinct rows and pushes a gradient for each. What several micro-batches
-  share travels several times: the paper's form, which clustering makes smaller;
-- *delta*: a row is fetched before the first micro-batch that has it, and its gradient, summed over micro-batches,
-  is pushed after the last one that has it. It travels once, however the batch is cut.
-
-A fetch can hide behind the computation of earlier micro-batches and a push behind that of later ones. What is fetched
-before the first and pushed after the last cannot.
-
-Source: NestPipe §V. Differs: delta is not in the paper.
+Source: NestPipe §V.
 """
 
 from __future__ import annotations
@@ -24,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.exchange.window import Form
-from rowmesh.pipeline.rows import BatchRows
+from rowmesh.pipeline.cutter import BatchRows
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows that move in a frozen window: against sets, and laws that any batch obeys."""
+"""Rows that move in a frozen window, as the benchmark counts them: against sets, and laws that any batch obeys."""
 
 import itertools
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 
+from benchmarks.sample_clustering_window import count_window
 from rowmesh.ops.cluster import cluster
-from rowmesh.pipeline.rows import BatchRows
-from rowmesh.pipeline.window import count_window
+from rowmesh.pipeline.cutter import BatchRows
 
 
 @st.composite

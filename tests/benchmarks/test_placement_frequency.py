@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.placement_frequency import order_by_frequency
 from rowmesh.errors import ConfigurationError
-from rowmesh.placement.frequency import order_by_frequency
 
 
 @given(st.lists(st.one_of(st.integers(0, 5), st.integers(65_530, 65_540), st.integers(0, 2**31 - 1)), max_size=80))

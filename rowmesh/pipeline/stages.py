@@ -1,0 +1,240 @@
+"""Stages: what threads do with the batches of one loop over a pipeline, from reading to the update.
+
+`rowmesh.pipeline.schedule` says in which order, and `rowmesh.pipeline.ends` what becomes of a batch that fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic
+
+from rowmesh.collection.engine import Engine
+from rowmesh.errors import DataError, IdRangeError, NoRoomError, PeerError, RefusedError, RowmeshError
+from rowmesh.exchange.micro_batch import Windows
+from rowmesh.exchange.window import Window
+from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, T
+from rowmesh.pipeline.cutter import Cutter
+from rowmesh.pipeline.ends import Ends
+from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError, named
+from rowmesh.pipeline.schedule import Task
+from rowmesh.pipeline.streams import Streams
+from rowmesh.sparse import SparseBatch
+
+
+class Stages(Generic[T]):
+    """The batches in flight of one loop, and the tasks on them.
+
+    Each method that takes a task is its stage's action, and runs in the thread of its resource.
+
+    Args:
+        reader: gives the items of the loader.
+        engine: of the tables.
+        windows: fetch rows and send gradients, one for each shard group.
+        ends: where the data end; it has begun.
+        cutter: cuts batches into micro-batches.
+        streams: keep what a device may still read.
+        parts: gives the micro-batches of a batch to the loop.
+        sparse_of: the ids of an item that are looked up.
+        first: the number of the first window.
+    """
+
+    def __init__(
+        self,
+        reader: Iterator[T],
+        engine: Engine,
+        windows: Sequence[Windows],
+        ends: Ends,
+        *,
+        cutter: Cutter,
+        streams: Streams,
+        parts: Callable[[BatchInFlight[T]], Iterator[Part]],
+        sparse_of: Callable[[T], SparseBatch],
+        first: int,
+    ) -> None:
+        self._reader, self._engine, self._windows, self._ends = reader, engine, windows, ends
+        self._cutter, self._streams, self._parts = cutter, streams, parts
+        self._sparse_of, self._first = sparse_of, first
+        self._in_flight: dict[int, BatchInFlight[T]] = {}
+        self._num_decided_ahead = 0  # batches whose turn to be decided together with other ranks has come
+        self._num_averaged_ahead = 0  # batches whose turn to be averaged with other replica groups has come
+        self._is_routed_over = False  # whether those that decide together know that there are no more
+
+    def keep(self, task: Task, error: Exception) -> bool:
+        """Keeps what failed ahead of the loop as the end of the data."""
+        number, here = task.batch, self._ends.end_here
+        failed = named(error, task, self._engine.mesh.rank)
+        if task.stage == "route":
+            if isinstance(error, RefusedError):
+                self._end_routes(number)
+                self._ends.refuse(number, error)
+            elif isinstance(error, PipelineClosedError | PeerError):
+                return False
+            else:
+                here(number, failed)
+                with contextlib.suppress(RefusedError):  # which says what the error says
+                    self._pass_over(number, error)
+                batch = self._in_flight.get(number)
+                if self._engine.is_decided_ahead and not (batch and batch.is_routed):  # the others failed with it
+                    self._end_routes(number)
+                    here(number, everywhere=True)
+        elif task.stage == "open" and isinstance(error, (IdRangeError, RefusedError)):
+            here(number, failed, everywhere=True)
+        elif task.stage == "read" or (task.stage == "retrieve" and isinstance(error, NoRoomError)):
+            here(number, failed)
+        else:
+            return False
+        return True
+
+    def batch(self, number: int) -> BatchInFlight[T] | None:
+        """A batch that was read; None where there is none, or this rank knows that not all ranks have one."""
+        return None if self._ends.is_over(number) else self._in_flight.get(number)
+
+    def _window(self, task: Task) -> Window | None:
+        batch = self.batch(task.batch)
+        return None if batch is None else batch.window
+
+    def _standing(self, task: Task) -> int:
+        return self._ends.standing(task.batch, has_batch=self._window(task) is not None)
+
+    @property
+    def _asks_late(self) -> bool:
+        """Whether ranks compare what they have when the rows of a batch are due.
+
+        Most do so in the first message of the batch. That does not suffice where there is none before its rows, where
+        it does not reach all ranks, or where rows may find no room in fast memory after it.
+        """
+        can_split = any(windows.is_split for windows in self._windows)
+        is_tiered = any(windows.is_tiered for windows in self._windows)
+        return not self._ends.is_alone and (is_tiered or self._ends.is_divided or not can_split)
+
+    def drop(self) -> None:
+        """Takes back what was decided of batches that had no step; forgets them all, and the loader."""
+        for batch in self._in_flight.values():
+            if batch.window is not None and batch.window.route.pin is not None:
+                batch.window.route.pin.drop()
+        self._in_flight.clear()
+        self._reader = iter(())
+
+    # Of tasks, in other threads
+
+    def read(self, task: Task) -> None:
+        if self._ends.here is not None or self._ends.has_left:
+            return
+        try:
+            item = next(self._reader)
+        except StopIteration:
+            self._ends.end_here(task.batch)
+            return
+        _check_item(item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
+        self._in_flight[task.batch] = BatchInFlight(self._parts, task.batch, item)
+
+    def route(self, task: Task, runner: Runner) -> None:
+        number, engine = task.batch, self._engine
+        if self._is_routed_over if engine.is_decided_ahead else self._ends.is_over(number):
+            return
+        if not engine.can_undo:  # what is decided of it stands, so that it must be the loop's next batch
+            runner.wait_for_step(number - 1)
+        if engine.merges_next:  # nor may the step before it be refused, which replica groups do not know by themselves
+            runner.wait_for_update(number - 1)
+        batch = None if self._ends.has_left else self.batch(number)
+        if batch is None:
+            self._pass_over(number, self._ends.error(number))
+            return
+        sparse = self._sparse_of(batch.item)
+        order, sizes = self._cutter(sparse)
+        if order is not None:
+            _check_item(batch.item, "take", "a method that takes samples, since they are clustered")
+            batch.reorder(order)
+            sparse = self._sparse_of(batch.item)
+        engine.check_ahead(sparse)
+        self._num_decided_ahead = number + 1
+        route = engine.route_ahead(sparse)
+        batch.take_route()
+        self._num_averaged_ahead = number + 1
+        window = engine.make_window(route, sizes)
+        window.number = window.route.number = self._first + number
+        batch.take_window(window)
+
+    def _pass_over(self, number: int, error: Exception | None) -> None:
+        """Says, where ranks decide together about a batch that is routed, that this rank has none."""
+        if self._ends.is_alone or not self._engine.is_decided_ahead or self._num_decided_ahead > number:
+            return
+        self._num_decided_ahead = number + 1
+        self._engine.pass_over(error)
+        self._end_routes(number)
+        self._ends.end_here(number, everywhere=True)
+
+    def _end_routes(self, number: int) -> None:
+        """All ranks that decide together about this batch know that there is none; other replica groups learn so now.
+
+        By the next batch they all know anyway: they compare what they have before rows are given to the loop.
+        """
+        self._is_routed_over = True
+        if self._ends.is_alone or self._num_averaged_ahead > number or self._ends.is_over(number - 1):
+            return
+        self._num_averaged_ahead = number + 1
+        self._engine.pass_over_averages(number)
+
+    def open(self, task: Task) -> None:
+        if self._ends.is_over(task.batch):
+            return
+        for windows in self._windows:
+            if windows.is_split:
+                standings = windows.open(self._window(task), self._standing(task))
+                if not self._ends.compare(task.batch, standings) and not self._ends.is_divided:
+                    return
+
+    def retrieve(self, task: Task, runner: Runner) -> None:
+        if window := self._window(task):
+            try:
+                for windows in self._windows:
+                    windows.retrieve(window, lambda: runner.may_wait(task) and not self._ends.is_over(task.batch))
+            except NoRoomError:
+                if runner.is_of_use(task) and not self._ends.is_over(task.batch):
+                    raise
+
+    def final(self, task: Task) -> None:
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.final(window)
+
+    def rows(self, task: Task) -> None:
+        if task.part == 0 and self._asks_late and not self._ends.is_known(task.batch):
+            self._ends.ask(task.batch, self._standing(task))
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.fetch(window, task.part)
+
+    def gradients(self, task: Task) -> None:
+        if window := self._window(task):
+            for windows in self._windows:
+                windows.push(window, task.part)
+
+    def update(self, task: Task) -> None:
+        batch = self.batch(task.batch)
+        if batch is None:
+            return
+        window, engine, rates = batch.window, self._engine, batch.lrs or ()
+        assert window
+        try:
+            forgets = self._ends.agree(batch.number, batch.answer, engine.make_step(rates, engine.step_count + 1))
+        except RowmeshError as error:
+            if self._ends.refused is None:
+                raise
+            for windows in self._windows:
+                windows.unpin(window)
+            raise SharedError(error) from error
+        engine.update_window(self._windows, window, rates, forgets=forgets)
+        self._streams.keep(task.batch, window)
+        self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
+        batch.release()
+        del self._in_flight[task.batch]
+
+
+def _check_item(item: object, name: str, kind: str) -> None:
+    if not hasattr(item, name):
+        raise DataError(
+            f"the loader of a pipeline gave a {type(item).__name__} without {name!r}, {kind}; give items as "
+            "rowmesh.data.Batch is"
+        )
