@@ -466,7 +466,7 @@ def test_no_reader_of_columns_is_left_out():
     calls = {"read_blocks", "check_rows", "read_parquet", "read_tables", "read_types", "column_forms"}
     package = Path(rowmesh.__file__).parent
     found = set()
-    for path in (*(package / "data").rglob("*.py"), *(package / "train").rglob("*.py")):
+    for path in (*(package / "data").rglob("*.py"), *(package / "run").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = getattr(getattr(node, "func", None), "id", ""), getattr(getattr(node, "func", None), "attr", "")
             if names[0] in calls or names[1] in ("ParquetFile", "read_schema", "read_table"):
