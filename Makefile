@@ -1,7 +1,7 @@
 # make train   set everything up, train a DLRM on two ranks, evaluate it (DATA=rows.tsv.gz, RANKS=2, RUN=folder, ARGS="key=value")
 # make train MODEL=hstu   HSTU on drawn events whose best ranking is known (or sasrec, fuxi_alpha, fuxi_beta; DATA=ratings.dat SCHEMA=movielens-1m)
 # make demo    the same model trained in twelve ways, what each system changes, in a table (ARGS="--quick", docs/demo.md)
-# make test    set everything up, run the tests
+# make test    set everything up, run the tests; make test-listed runs those that take longer
 # make lint    ruff and pyright
 # make docs    docs/ and the docstrings as a site, in site/; a broken link is an error
 # make newcomer   what a newcomer does, in a fresh clone: train, own CSV, own model, predict, report
@@ -21,7 +21,7 @@ ARGS   ?=
 # Modules are compiled once, not in each of the many processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train demo test test-listed test-slow lint format docs newcomer bench clean
+.PHONY: train demo test test-listed test-slow durations lint format docs newcomer bench clean
 
 # torch first and pinned: a range could bring a newer release, and with it another build. One that is there is kept.
 $(READY): pyproject.toml
@@ -44,6 +44,9 @@ test-listed: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+durations: $(READY)
+	$(BIN)/python -m pytest -m "not slow" --measure --numprocesses 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

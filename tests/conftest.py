@@ -6,13 +6,14 @@ import shutil
 import signal
 import tempfile
 import threading
+from itertools import groupby
 
 import hypothesis
 import pytest
 import torch
 
+from tests.support.durations import COLLECTED, Stopwatch, function_of, listed, measured, surplus
 from tests.support.ranks import RankPool
-from tests.support.slow import slow_cases
 from tests.support.triton import device
 
 __all__ = ["device"]
@@ -31,12 +32,34 @@ STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rowmesh-state-")
 collect_ignore = ["support/warm.py"]  # it trains when it is imported, as looking for doctests would
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--measure", action="store_true", help="write how long cases take into tests/durations.txt: `make durations`"
+    )
+
+
+def pytest_configure(config):
+    """Has the process that reports measure how long cases take."""
+    is_measuring = config.getoption("measure")
+    if is_measuring and (config.option.keyword or any("::" in argument for argument in config.args)):
+        raise pytest.UsageError("--measure takes whole files: it replaces what tests/durations.txt has of them")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch(writes=is_measuring))
+
+
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
-def pytest_collection_modifyitems(items):
-    """Marks what `tests/slow_cases.txt` lists."""
-    slow = slow_cases()
+def pytest_collection_modifyitems(config, items):
+    """Marks what `make test` leaves out; nothing where durations are measured, so that all of it runs."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
+    if config.getoption("measure"):
+        return
+    candidates = [item for item in items if not item.get_closest_marker("slow")]
+    left_out = listed((item.nodeid for item in candidates), measured())
+    compiling = [item for item in candidates if item.get_closest_marker("compiles") and item.nodeid not in left_out]
+    for _, group in groupby(compiling, key=lambda item: function_of(item.nodeid)):
+        left_out |= surplus({item.nodeid: item.callspec.params for item in group})
     for item in items:
-        if item.nodeid in slow:
+        if item.nodeid in left_out:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.listed)
 

@@ -56,7 +56,7 @@ def opened_for_writing(path):
                 yield node.lineno
 
 
-@pytest.mark.parametrize("package", ["checkpoint", "cli", "observe", "placement", "report", "train"])
+@pytest.mark.parametrize("package", ["checkpoint", "cli", "observe", "placement", "report", "run"])
 def test_files_are_written_by_one_mechanism(package):
     found = [f"{path}:{line}" for path in (ROOT / package).rglob("*.py") for line in opened_for_writing(path)]
     assert not found, "use rowmesh._support.files.atomic"

@@ -10,6 +10,7 @@ from tests.support.memory import Poisoned, Vast
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dim", [1, 3, 10, 16, 17, 64, 100, 130, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_the_reference(dim, dtype):

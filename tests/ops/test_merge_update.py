@@ -69,6 +69,7 @@ def apply(requests, merger, weights, state, rule, lr, scaling, step):
 LISTS = [[[4, 0, 7], [], [12, 15]], [[], [8], []], [[7, 4], [9, 8], [12]], [[], [], []]]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     "dim, dtype, rule_name",
     [*sorted(CASES, key=str), *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(MORE_CASES, key=str))],

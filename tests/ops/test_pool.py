@@ -164,6 +164,7 @@ class Job:
         torch.testing.assert_close(self.backward(grad, uniques), expected, **exact)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dim, dtype", CASES)
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_every_dim_and_storage(dim, dtype, is_fixed):

@@ -25,6 +25,7 @@ def check(job):
     torch.testing.assert_close(out.result(), expected)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("dim", [1, 17, 64])
 def test_every_dim_and_storage(dim, dtype):

@@ -210,6 +210,7 @@ def check_adding(kernels, packed, gradients, values, picked, phase):
     assert torch.equal(into, expected)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dim, dtype", CASES)
 def test_rows_and_gradients_of_a_phase(dim, dtype):
     generator = torch.Generator().manual_seed(dim)
@@ -294,6 +295,7 @@ class Sums:
         torch.testing.assert_close(self.run(), self.expected(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dim, dtype", CASES)
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_sums_over_micro_batches(dim, dtype, is_weighted):

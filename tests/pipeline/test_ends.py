@@ -186,26 +186,23 @@ def test_an_error_ahead_is_the_end_of_data_on_one_rank(how, kind):
         check_an_error(ends, plain, gone_on, {0}, how)
 
 
-def meet_errors(mesh, kind, how, cases):
+def meet_errors(mesh, kind, how, micro_batches, cases):
     before, behind = range(BAD), [number for number in range(NUM_BATCHES) if number != BAD]
-    done, ends = {}, []
-    for depth, micro_batches, culprits in cases:
-        if micro_batches not in done:
-            done[micro_batches] = [train_plain(mesh, kind, numbers, micro_batches) for numbers in (before, behind)]
-        ends.append((meet_an_error(mesh, kind, how, depth, micro_batches, culprits), *done[micro_batches]))
-    return ends
+    plain = [train_plain(mesh, kind, numbers, micro_batches) for numbers in (before, behind)]
+    return [(meet_an_error(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("how, kind", CASES)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_an_error_ahead_is_the_end_of_data_on_all_ranks(ranks, how, kind, world_size):
-    """Thirty loops in a row on one mesh, none of which hangs or meets a message of the one before."""
+def test_an_error_ahead_is_the_end_of_data_on_all_ranks(ranks, how, kind, world_size, micro_batches):
+    """Loops in a row on one mesh, none of which hangs or meets a message of the one before."""
     culprits = [{1}, {0}, set(range(world_size))]
-    cases = [(depth, parts, each) for depth in (0, 1, 3) for parts in (1, 4) for each in culprits]
-    found = ranks.run(meet_errors, kind, how, cases, world_size=world_size)
-    for case, of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+    cases = [(depth, each) for depth in (0, 1, 3) for each in culprits]
+    found = ranks.run(meet_errors, kind, how, micro_batches, cases, world_size=world_size)
+    for (_, each), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
         ends, plain, gone_on = zip(*of_ranks, strict=True)
-        check_an_error(ends, plain, gone_on, case[2], how)
+        check_an_error(ends, plain, gone_on, each, how)
 
 
 # A loop that is left
@@ -246,26 +243,21 @@ def leave(mesh, kind, how, depth, micro_batches, culprits):
     return given, steps, error, left, rows, after
 
 
-def leave_loops(mesh, kind, how, cases):
+def leave_loops(mesh, kind, how, micro_batches, cases):
     trained = range(4 if how == "after its step" else 3)
-    done, ends = {}, []
-    for depth, micro_batches, culprits in cases:
-        if micro_batches not in done:
-            behind = [*trained, *range(BAD + 1, NUM_BATCHES)]
-            looked_at = () if how == "after its step" else (3,)
-            done[micro_batches] = [
-                train_plain(mesh, kind, numbers, micro_batches, looked_at) for numbers in (trained, behind)
-            ]
-        ends.append((leave(mesh, kind, how, depth, micro_batches, culprits), *done[micro_batches]))
-    return ends
+    behind = [*trained, *range(BAD + 1, NUM_BATCHES)]
+    looked_at = () if how == "after its step" else (3,)
+    plain = [train_plain(mesh, kind, numbers, micro_batches, looked_at) for numbers in (trained, behind)]
+    return [(leave(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("how", ["amid", "before its step", "after its step"])
 @pytest.mark.parametrize("kind", [*KINDS, *DYNAMICS])
-def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind):
-    cases = [(depth, parts, each) for depth in (0, 1, 3) for parts in (1, 3) for each in ({1}, {0}, {0, 1})]
-    found = ranks.run(leave_loops, kind, how, cases, world_size=2)
-    for (*_, culprits), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind, micro_batches):
+    cases = [(depth, each) for depth in (0, 1, 3) for each in ({1}, {0}, {0, 1})]
+    found = ranks.run(leave_loops, kind, how, micro_batches, cases, world_size=2)
+    for (_, culprits), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
         ends, plain, gone_on = zip(*of_ranks, strict=True)
         for rank, (given, steps, error, left, rows, after) in enumerate(ends):
             assert (steps, left) == (4 if how == "after its step" else 3, []), (rank, error)
