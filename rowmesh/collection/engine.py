@@ -56,7 +56,7 @@ from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.failures import FailureMark
 from rowmesh.mesh.waiting import broadcast_object, gather_objects
-from rowmesh.ops.sole import are_sole
+from rowmesh.ops.unshared import are_unshared
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
@@ -733,7 +733,7 @@ class Engine:
         """
 
         def take_gradients(gradients: Sequence[Tensor]) -> None:
-            may_wait = self.mesh.world_size == 1 and are_sole(gradients)
+            may_wait = self.mesh.world_size == 1 and are_unshared(gradients)
             window.add_gradients(part, self.outputs.pooling.by_group(gradients), may_wait=may_wait)
             finished()
 

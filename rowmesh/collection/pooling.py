@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.route import AnyRouteGroup
-from rowmesh.ops.sole import are_sole
 from rowmesh.ops.tensor_pool import TensorPool
+from rowmesh.ops.unshared import are_unshared
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableGroup
 from rowmesh.tables.dense import compute_dtype
@@ -69,7 +69,7 @@ class Pooling:
             gradients: of the outputs.
             may_wait: whether sums may be left to the update, where nothing else can change the gradients until then.
         """
-        may_wait = may_wait and are_sole(gradients)
+        may_wait = may_wait and are_unshared(gradients)
         for group, grad in zip(groups, self.by_group(gradients), strict=True):
             if not group.exchange.sums_gradients:
                 continue

@@ -19,7 +19,7 @@ from torch import Tensor
 from rowmesh.exchange.handshake import Step, joined
 from rowmesh.exchange.resolve.merging import MergedIds
 from rowmesh.exchange.resolve.resolver import Resolver
-from rowmesh.exchange.rhythm import Rhythm
+from rowmesh.exchange.sync_schedule import SyncSchedule
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
@@ -54,7 +54,7 @@ class DynamicMeans:
 
     def __init__(self, setting: Synchronization, exchanges: Sequence[GroupExchange], mesh: Mesh) -> None:
         self.resolver: Resolver | None = None
-        self._rhythm, self._exchanges, self._mesh = Rhythm(mesh, setting.every), exchanges, mesh
+        self._schedule, self._exchanges, self._mesh = SyncSchedule(mesh, setting.every), exchanges, mesh
         self._channel = Channel.between_hosts(mesh)
         self._under_way: list[_Coming] = []
         self._ahead: dict[int, dict[str, MergedIds]] = {}  # by step
@@ -74,7 +74,7 @@ class DynamicMeans:
 
     def begin(self, updates: Sequence[Update], step: Step) -> bool:
         """See `ReplicaSync.begin`."""
-        due = self._rhythm.after(step)
+        due = self._schedule.after(step)
         if due is not None:
             self._send(due.number, due, self._ahead.pop(due.number, None))
         return due is not None
@@ -83,11 +83,11 @@ class DynamicMeans:
         """As `begin` where an average is due, between two steps."""
         assert self.resolver is not None
         self.resolver.check_idle("average replicas")
-        self._send(self._rhythm.call(), None, None)
+        self._send(self._schedule.call(), None, None)
 
     def is_due(self, step: int) -> bool:
         """Whether an average follows a step."""
-        return self._rhythm.is_due(step)
+        return self._schedule.is_due(step)
 
     def merge_ahead(self, step: int) -> None:
         """After the batch of a step was opened, before the next one is: what groups know becomes one, if that is due.
@@ -98,13 +98,13 @@ class DynamicMeans:
         Raises:
             RefusedError: a replica has no such batch.
         """
-        if self._rhythm.is_due(step):
+        if self._schedule.is_due(step):
             assert self.resolver is not None
             self._ahead[step] = self.resolver.merge()
 
     def pass_over(self, step: int) -> None:
         """What this rank calls in place of `merge_ahead` that has opened no batch for this step."""
-        if self._rhythm.is_due(step):
+        if self._schedule.is_due(step):
             assert self.resolver is not None
             self.resolver.pass_over_merge()
 
@@ -145,7 +145,7 @@ class DynamicMeans:
     def _agree(self, operation: int, step: Step | None) -> None:
         mine = torch.tensor([joined(operation, step)])
         came = self._channel.post_gather(mine, self._exchanges[0].counters.synchronization, _DOING).wait()
-        self._rhythm.check(came.tolist(), operation, step)
+        self._schedule.check(came.tolist(), operation, step)
 
 
 def _mean(values: Tensor) -> Tensor:

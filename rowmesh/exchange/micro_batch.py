@@ -259,7 +259,7 @@ class MicroBatchExchange:
 
         Args:
             window: of this rank; None where it has none.
-            standing: the number of the window, or why there is none (`Standing`).
+            standing: the number of the window, or why there is none (`RankState`).
 
         Returns:
             The standings of all ranks. Where they differ, or there is no window, nothing else was sent.

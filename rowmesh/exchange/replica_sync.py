@@ -33,7 +33,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.handshake import Step, after_hearing, joined
 from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
-from rowmesh.exchange.rhythm import Rhythm
+from rowmesh.exchange.sync_schedule import SyncSchedule
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
@@ -135,14 +135,14 @@ class ReplicaSync:
         second: dist.ProcessGroup | None,
     ) -> None:
         self._groups, self._device = groups, device
-        self._mesh, self._rhythm = mesh, Rhythm(mesh, setting.every)
+        self._mesh, self._schedule = mesh, SyncSchedule(mesh, setting.every)
         self._replica, self._size = mesh.rank, mesh.world_size
         self._strategy = _strategy_of(setting, mesh.world_size, device)
         self._hosts = Channel.between_hosts(mesh)
         other = self._hosts if second is None else Channel(mesh, second, mesh.rank, mesh.world_size)
         self._by_sender = (self._hosts, other)  # of two
         self._channel = self._hosts if device is None else Channel.between_devices(mesh, device)
-        self._operation = 0  # of the rhythm
+        self._operation = 0  # of the schedule
         self._step: Step | None = None
         self._updates: Sequence[Update] = ()
         self._is_under_way = False
@@ -179,7 +179,7 @@ class ReplicaSync:
         Raises:
             PeerError: a rank does something else, or none answers.
         """
-        due = self._rhythm.after(step)
+        due = self._schedule.after(step)
         if due is not None:
             self._send(due.number, updates, due)
         return due is not None
@@ -200,7 +200,7 @@ class ReplicaSync:
         Raises:
             PeerError: a rank does something else, or none answers.
         """
-        due = self._rhythm.after(step)
+        due = self._schedule.after(step)
         assert due is not None, "exact replicas are synchronized in every step"
         self._refusal, self._refuses = refusal, refusal is not None
         if self._refuses:
@@ -244,7 +244,7 @@ class ReplicaSync:
 
     def start(self) -> None:
         """As `begin` where a synchronization is due, between two steps; for rows that are averaged."""
-        self._send(self._rhythm.call(), [_NO_UPDATE] * len(self._groups))
+        self._send(self._schedule.call(), [_NO_UPDATE] * len(self._groups))
 
     def finish(self) -> None:
         """Waits for what other replicas sent, and updates.
@@ -313,7 +313,7 @@ class ReplicaSync:
         else:
             counts = self._hosts.exchange_equal(mine, counters, _DOING)
         operations, *of_groups = counts.T.tolist()
-        self._rhythm.check(operations, self._operation, self._step)
+        self._schedule.check(operations, self._operation, self._step)
         self._refusal = after_hearing(self._mesh, operations, self._refusal)
         for group, of_group in zip(self._groups, of_groups, strict=True):
             group.expect(of_group)

@@ -40,10 +40,10 @@ before the first and pushed after the last cannot.
 Source: NestPipe §V. Differs: delta is not in the paper.
 """
 FIRST = 4
-"""The number of the first window, above all of `Standing`; a row that no window touched has number 0."""
+"""The number of the first window, above all of `RankState`; a row that no window touched has number 0."""
 
 
-class Standing(IntEnum):
+class RankState(IntEnum):
     """Why a rank has no batch; in the place of the number of its window, which is higher."""
 
     ENDED = 1

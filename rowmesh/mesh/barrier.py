@@ -33,7 +33,7 @@ from numba import types
 
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.patience import Stopwatch
+from rowmesh.mesh.interruptible import Stopwatch
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import (
     add_atomic,

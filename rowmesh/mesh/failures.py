@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 
 from rowmesh.errors import PeerError
-from rowmesh.mesh.roll_call import ask_store
+from rowmesh.mesh.liveness import ask_store
 
 _PREFIX = "rowmesh/failed"
 

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rowmesh.errors import PeerError, Terminated
 from rowmesh.mesh.groups import make_patient
-from rowmesh.mesh.patience import LOOK_S, patiently
+from rowmesh.mesh.interruptible import LOOK_S, run_interruptibly
 from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.plain import decode, encode
 from rowmesh.mesh.processes import state_of
@@ -37,13 +37,13 @@ def join(timeout_s: float) -> None:
     failed = f"rank {rank} of {world_size} could not join at {address} within {timeout_s:.0f} s"
     limit = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = patiently(lambda: next(iter(rendezvous("env://", timeout=limit))))
+        store, _, _ = run_interruptibly(lambda: next(iter(rendezvous("env://", timeout=limit))))
         store = PrefixStore(f"{_attempt()}default_pg", store)
         arrivals = Arrivals(store, rank, world_size)
     except (RuntimeError, ValueError) as error:
         raise PeerError(f"{failed}: {error}") from error
     try:
-        patiently(
+        run_interruptibly(
             lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit),
             arrivals.check_alive,
         )
@@ -77,7 +77,7 @@ def meet(group: Any, timeout_s: float) -> list[tuple[str, int]]:
             raise PeerError(f"{failed}: {arrivals.missing_text()}")
 
     try:
-        peers = Peers(group, lambda call, _: patiently(call, look))
+        peers = Peers(group, lambda call, _: run_interruptibly(call, look))
         everyone = peers.gather([host_identity(), os.getpid()], "joining")
     except RuntimeError as error:
         if isinstance(error, PeerError):

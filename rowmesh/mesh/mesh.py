@@ -25,11 +25,11 @@ from rowmesh.mesh.claims import Claims
 from rowmesh.mesh.failures import Failures
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
+from rowmesh.mesh.interruptible import Stopwatch, run_interruptibly
 from rowmesh.mesh.joining import join, meet
-from rowmesh.mesh.patience import Stopwatch, patiently
+from rowmesh.mesh.liveness import LivenessCheck, forget_store, keep_store
 from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.processes import RankProcesses
-from rowmesh.mesh.roll_call import RollCall, forget_store, keep_store
 from rowmesh.mesh.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -176,12 +176,12 @@ class Mesh:
     def _connect(self, part: list[int], backend: str | None) -> Any:
         limit = timedelta(seconds=self.timeout_s)
         doing = f"connecting ranks {part}"
-        group = self.patiently(lambda: dist.new_group(part, timeout=limit, backend=backend), doing)
+        group = self.run_interruptibly(lambda: dist.new_group(part, timeout=limit, backend=backend), doing)
         if self._owns_group:
             make_patient(group, self.timeout_s)
         return group
 
-    def patiently(self, call: Callable[[], T], doing: str) -> T:
+    def run_interruptibly(self, call: Callable[[], T], doing: str) -> T:
         """Returns `call()`, which waits for other ranks in code that neither signals nor deaths of ranks interrupt.
 
         Raises:
@@ -189,14 +189,14 @@ class Mesh:
         """
         watchdog = Watchdog(
             self.processes,
-            RollCall(self.rank, self.world_size, self.group),
+            LivenessCheck(self.rank, self.world_size, self.group),
             doing,
             names=[self.name(rank) for rank in range(self.world_size)],
             timeout_s=self.timeout_s,
             lost=self.run._lost,
         )
         try:
-            result = patiently(call, watchdog)
+            result = run_interruptibly(call, watchdog)
         except PeerError:
             watchdog.close()
             raise
@@ -211,7 +211,7 @@ class Mesh:
 
         In a process group that the program made itself they wait as long as that group does.
         """
-        return Peers(self.group, self.patiently, self.name)
+        return Peers(self.group, self.run_interruptibly, self.name)
 
     @property
     def group_timeout(self) -> timedelta:
@@ -311,11 +311,11 @@ class Mesh:
         return rank if self.whole is None else self.whole.name(self.members[rank])
 
     @property
-    def roll_call(self) -> RollCall:
+    def liveness(self) -> LivenessCheck:
         """Of the whole: where a rank waits for one that waits for a third, it names the third."""
         if self.whole is not None:
-            return self.whole.roll_call
-        return RollCall(self.rank, self.world_size, self.group)
+            return self.whole.liveness
+        return LivenessCheck(self.rank, self.world_size, self.group)
 
     @property
     def processes(self) -> RankProcesses:
@@ -328,7 +328,7 @@ class Mesh:
         return self.processes.seen("gone")
 
     def peer_error(
-        self, doing: str, cause: BaseException, watch: Stopwatch | None = None, calls: RollCall | None = None
+        self, doing: str, cause: BaseException, watch: Stopwatch | None = None, calls: LivenessCheck | None = None
     ) -> PeerError:
         """The error for a collective that failed, or was waited for in vain.
 
@@ -343,7 +343,7 @@ class Mesh:
         if self.whole is not None:
             return self.whole.peer_error(doing, cause, watch, calls)
         self._lost.set()
-        calls, absent = calls or self.roll_call, None
+        calls, absent = calls or self.liveness, None
         calls.answer()
         is_late = bool(_TIMED_OUT.search(str(cause)))
         # A broken connection is seen before the process is gone, and not by all at once.

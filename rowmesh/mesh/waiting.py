@@ -1,6 +1,6 @@
 """Waiting for collectives, with errors that name the ranks that did not come.
 
-A rank that has waited for a while answers a roll call. When time is up, the ranks that gave no answer are missing.
+A rank that has waited for a while answers a liveness check. When time is up, the ranks that gave no answer are missing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from rowmesh._support.faults import reach
 from rowmesh.errors import PeerError
 from rowmesh.mesh.groups import gather_bytes
+from rowmesh.mesh.interruptible import Stopwatch
 from rowmesh.mesh.mesh import Mesh
-from rowmesh.mesh.patience import Stopwatch
 from rowmesh.mesh.plain import decode, encode
 
 
@@ -49,7 +49,7 @@ class Waiting:
 
     def _wait_long(self, work: dist.Work, doing: str, watch: Stopwatch) -> None:
         mesh = self._mesh
-        calls = mesh.roll_call
+        calls = mesh.liveness
         calls.answer()
         reach("mesh.wait_long")
         while True:
@@ -73,7 +73,7 @@ class Waiting:
 
     def _give_up(self, work: dist.Work) -> None:
         """The collective is not waited for any more."""
-        self._mesh.roll_call.withdraw()
+        self._mesh.liveness.withdraw()
         self._mesh.abandon_collective()
         if (abort := getattr(work, "abort", None)) is not None:
             abort()  # or a thread that waits for it would stay

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from threading import Event
 
 from rowmesh.errors import PeerError
+from rowmesh.mesh.interruptible import LOOK_S, Stopwatch
 from rowmesh.mesh.joining import CERTAIN_S
-from rowmesh.mesh.patience import LOOK_S, Stopwatch
+from rowmesh.mesh.liveness import LivenessCheck
 from rowmesh.mesh.processes import RankProcesses, State
-from rowmesh.mesh.roll_call import RollCall
 
 logger = logging.getLogger("rowmesh")
 
@@ -21,7 +21,7 @@ class Watchdog:
     """Ends the waiting where a rank of this host is gone, or is stopped for the timeout.
 
     Ranks of other hosts cannot be seen, and one that is alive may do something long: where the timeout is over, a
-    warning says who is waited for. `patiently` calls it ten times a second.
+    warning says who is waited for. `run_interruptibly` calls it ten times a second.
 
     Args:
         processes: of all ranks of the run.
@@ -39,7 +39,7 @@ class Watchdog:
     def __init__(
         self,
         processes: RankProcesses,
-        calls: RollCall,
+        calls: LivenessCheck,
         doing: str,
         *,
         names: Sequence[int],

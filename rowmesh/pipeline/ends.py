@@ -1,7 +1,7 @@
 """Ends: where a pipeline's data end, and which step no rank takes; the same on all ranks.
 
 *Ahead.* What fails while a batch is read, routed or prefetched ends the data there: the loop gets the batches before,
-and the error in the place of the batch. Other ranks learn of it before the batch's first row travels (`Standing`), and
+and the error in the place of the batch. Other ranks learn of it before the batch's first row travels (`RankState`), and
 end there too, as they do where a rank has no further batch.
 
 *A step* is a request. Before its update ranks tell each other whether they take it, and at which learning rates
@@ -21,7 +21,7 @@ from enum import IntEnum
 from rowmesh.errors import PeerError, RefusedError, RowmeshError
 from rowmesh.exchange.agreement import Agreement
 from rowmesh.exchange.handshake import Step, check_rates, joined, parted
-from rowmesh.exchange.window import Standing
+from rowmesh.exchange.window import RankState
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.plain import error_from_plain
 
@@ -104,9 +104,9 @@ class Ends:
             self._end(number, PeerError(f"{refused} (batch {number} of the pipeline)"))
             return
         standings = [
-            Standing.ENDED
+            RankState.ENDED
             if rank in refused.without
-            else Standing.FAILED
+            else RankState.FAILED
             if rank in refused.refused
             else self._first + number
             for rank in range(self._mesh.world_size)
@@ -124,10 +124,10 @@ class Ends:
     def standing(self, number: int, *, has_batch: bool) -> int:
         """The number of a window of this rank, or why it has none."""
         if number in self._errors:
-            return Standing.FAILED
+            return RankState.FAILED
         if has_batch:
             return self._first + number
-        return Standing.LEFT if self.has_left else Standing.ENDED
+        return RankState.LEFT if self.has_left else RankState.ENDED
 
     def ask(self, number: int, standing: int) -> bool:
         """Whether all ranks have a batch; where not, it is the end. Collective and blocking: 8 bytes a rank."""
@@ -141,12 +141,12 @@ class Ends:
         if all(each == here for each in standings):
             return True
         why = None
-        if failed := self._name(standings, Standing.FAILED):
+        if failed := self._name(standings, RankState.FAILED):
             why = f"{failed} could not read batch {number} or make it ready; {first or 'its own error says why'}"
-        elif left := self._name(standings, Standing.LEFT):
+        elif left := self._name(standings, RankState.LEFT):
             why = f"the loop of {left} was left before batch {number}"
-        elif any(each != Standing.ENDED for each in standings):
-            ended, has = self._name(standings, Standing.ENDED), self._name(standings, here)
+        elif any(each != RankState.ENDED for each in standings):
+            ended, has = self._name(standings, RankState.ENDED), self._name(standings, here)
             why = (
                 f"ranks are out of step: {ended or 'another rank'} has no batch {number} and {has or 'another'} has; "
                 "every rank must bring equally many batches to its pipeline"

@@ -34,8 +34,8 @@ from rowmesh.checkpoint.write import RowHolder
 from rowmesh.collection.outputs import LocalRows, views_of
 from rowmesh.errors import CheckpointError, PeerError, RowmeshError
 from rowmesh.exchange.cores import CoreShardGroup
+from rowmesh.mesh.interruptible import LOOK_S, run_interruptibly
 from rowmesh.mesh.joining import CERTAIN_S
-from rowmesh.mesh.patience import LOOK_S, patiently
 from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.run.checkpoints import Checkpoints
@@ -200,11 +200,11 @@ class Survivors:
             return Peers(name=self._members.__getitem__)
         limit = timedelta(seconds=min(_LONGEST_S, self._job.config.checkpoint.grace_s))
         members = list(self._members)
-        group = patiently(
+        group = run_interruptibly(
             lambda: dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=True), self._look
         )
         assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
-        return Peers(group, lambda call, _: patiently(call, self._look), self._members.__getitem__)
+        return Peers(group, lambda call, _: run_interruptibly(call, self._look), self._members.__getitem__)
 
     def _look(self) -> None:
         lost = self._lost()

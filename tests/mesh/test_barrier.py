@@ -66,7 +66,7 @@ def test_time_in_which_a_rank_stood_still_does_not_count(monkeypatch):
         return []
 
     monkeypatch.setattr(Mesh, "dead_ranks", look)
-    monkeypatch.setattr("rowmesh.mesh.patience.time.monotonic", lambda: clock_s[0])
+    monkeypatch.setattr("rowmesh.mesh.interruptible.time.monotonic", lambda: clock_s[0])
     parts[0].wait()
     assert looks == [0.0, 1000.0, 2000.0]
 

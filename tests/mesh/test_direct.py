@@ -48,7 +48,7 @@ def exchange_often(mesh, delay_s):
         size = mesh.world_size
         sizes = [[(3 * a + b + number) % 4 * (number % 3) for b in range(size)] for a in range(size)]
         exchange(channel, mesh, number, sizes)
-    return mesh.roll_call.absent()
+    return mesh.liveness.absent()
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])

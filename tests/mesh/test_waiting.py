@@ -8,7 +8,7 @@ import pytest
 
 from rowmesh.errors import PeerError
 from rowmesh.mesh import Mesh
-from rowmesh.mesh.roll_call import RollCall
+from rowmesh.mesh.liveness import LivenessCheck
 from rowmesh.mesh.waiting import barrier, broadcast_object, gather_objects
 from tests.support.ranks import RankPool
 
@@ -30,13 +30,13 @@ def test_one_rank_has_its_own():
 
 
 def come_late(mesh, delay_s):
-    """Ranks other than 0 come late, but in time; ranks that waited leave no answer to the roll call."""
+    """Ranks other than 0 come late, but in time; ranks that waited leave no answer to the liveness check."""
     mesh = replace(mesh, timeout_s=4.0)
     if mesh.rank:
         time.sleep(delay_s)
     barrier(mesh, "testing")
     time.sleep(0.2)
-    return RollCall(mesh.rank, mesh.world_size, mesh.group).absent()
+    return LivenessCheck(mesh.rank, mesh.world_size, mesh.group).absent()
 
 
 def test_ranks_that_come_late(ranks):
@@ -76,7 +76,7 @@ def cancelled_wait(mesh):
             message = str(error)
         assert time.monotonic() - began < 5
     barrier(mesh, "testing")  # the group of the mesh itself is as it was
-    return message, RollCall(mesh.rank, mesh.world_size, mesh.group).absent()
+    return message, LivenessCheck(mesh.rank, mesh.world_size, mesh.group).absent()
 
 
 def test_a_wait_can_be_cancelled():
@@ -86,4 +86,4 @@ def test_a_wait_can_be_cancelled():
     finally:
         pool.close()
     assert results[0][0] == "stopped testing: something else failed"
-    assert results[0][1] == [0, 1], "old answers to the roll call stay"
+    assert results[0][1] == [0, 1], "old answers to the liveness check stay"

@@ -21,7 +21,7 @@ def test_a_rank_that_dies_while_others_connect_is_named(monkeypatch):
     never = threading.Event()
     try:
         with pytest.raises(PeerError, match=rf"rank 0: rank 1 \(process {process.pid}\) died while connecting;"):
-            mesh.patiently(never.wait, "connecting")
+            mesh.run_interruptibly(never.wait, "connecting")
     finally:
         never.set()
 
@@ -37,7 +37,7 @@ def test_a_rank_that_is_stopped_for_the_timeout_is_named():
             rf"^rank 0: waited in vain for rank 1 \(process {process.pid}, stopped.* while writing \(the timeout is 0 s"
         )
         with pytest.raises(PeerError, match=said):
-            mesh.patiently(never.wait, "writing")
+            mesh.run_interruptibly(never.wait, "writing")
     finally:
         never.set()
         process.kill()
@@ -45,7 +45,7 @@ def test_a_rank_that_is_stopped_for_the_timeout_is_named():
 
 
 class Calls:
-    """A roll call at which rank 1 is missing."""
+    """A liveness check at which rank 1 is missing."""
 
     def __init__(self):
         self.said = []

@@ -5,7 +5,7 @@ import pytest
 
 from rowmesh.exchange.resolve.asked import DynamicTable
 from rowmesh.exchange.resolve.asking import Asked, RequestRouter
-from rowmesh.exchange.resolve.mail import Letter, LocalMail
+from rowmesh.exchange.resolve.request_channel import BatchRequest, LocalRequestChannel
 from rowmesh.mesh.grid import Grid
 from rowmesh.ops.memory import array_at
 from rowmesh.tables import Dynamic, TableSpec, Uniform
@@ -60,16 +60,16 @@ def test_every_id_goes_to_its_owner_in_every_replica_group_and_its_row_comes_bac
 
 
 def test_a_rank_alone_answers_itself_however_much_it_asks():
-    mail, router = LocalMail(), RequestRouter(tables(1, 1), 0, 1)
+    channel, router = LocalRequestChannel(), RequestRouter(tables(1, 1), 0, 1)
     for size in (3, 1000, 5):
         ids = np.arange(size)
         asked = Asked(ids.copy(), np.array([0, size, size]), np.ones(size, np.uint32), is_frozen=False)
         sizes = router.count([asked])
-        letter = Letter(0, 0, sizes, router.answers, 0)
-        arrived = mail.send(letter, lambda *at, asked=asked, sizes=sizes: router.fill([asked], sizes, *at))
+        request = BatchRequest(0, 0, sizes, router.answers, 0)
+        arrived = channel.send(request, lambda *at, asked=asked, sizes=sizes: router.fill([asked], sizes, *at))
         assert array_at(int(arrived.columns_at[0][0]), np.int64, size).tolist() == ids.tolist()
         array_at(int(arrived.rows_at[0]), np.int64, size)[:] += 5
-        has_failed, rows_at = mail.answer(failed=False)
+        has_failed, rows_at = channel.answer(failed=False)
         router.take([asked], rows_at)
         assert not has_failed
         assert asked.ids.tolist() == (ids + 5).tolist()

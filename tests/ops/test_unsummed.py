@@ -72,7 +72,7 @@ def are_equal(one, other):
 @pytest.fixture
 def sums_first(monkeypatch):
     """Has backward make the sums."""
-    return lambda: monkeypatch.setattr("rowmesh.collection.pooling.are_sole", lambda gradients: False)
+    return lambda: monkeypatch.setattr("rowmesh.collection.pooling.are_unshared", lambda gradients: False)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_gradient_that_the_program_has_may_change_before_the_step(place, sums_
 
 
 def test_a_change_that_nothing_could_foresee_is_an_error(place, monkeypatch):
-    monkeypatch.setattr("rowmesh.collection.pooling.are_sole", lambda gradients: True)
+    monkeypatch.setattr("rowmesh.collection.pooling.are_unshared", lambda gradients: True)
     embeddings = a_collection(place=place)
     values = embeddings(a_batch()).values
     gradient = torch.ones_like(values)

@@ -41,7 +41,7 @@ from rowmesh.errors import StoreError
 from rowmesh.exchange.resolve.asked import message_of
 from rowmesh.mesh.channel import Channel
 from rowmesh.tables.dynamic.changes import find_in
-from rowmesh.tables.dynamic.held import Held
+from rowmesh.tables.dynamic.known_ids import KnownIds
 from rowmesh.tables.dynamic.owned import OwnedTable
 from rowmesh.tables.dynamic.spec import Dynamic
 from rowmesh.tables.dynamic.state import MAX, NONE, MergedFacts
@@ -85,7 +85,7 @@ class Draft:
     """
 
     merged: MergedFacts
-    held: Held
+    held: KnownIds
     failure: StoreError | None
 
 
@@ -159,7 +159,7 @@ class Merging:
         try:
             held = self._owned.held(union)
         except StoreError as error:  # which all ranks must learn of: they wait for what comes next
-            failure, held = error, Held.nothing(len(union))
+            failure, held = error, KnownIds.nothing(len(union))
         is_here, demoted = held.frames >= 0, held.demoted
         common = np.where(is_here[:, None], self._common[held.frames], 0)
         common[demoted] = self._common_of_demoted(union[demoted], held.facts[demoted])

@@ -15,7 +15,7 @@ import numpy as np
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.resolve.asked import DynamicTable
 from rowmesh.exchange.resolve.asking import largest
-from rowmesh.exchange.resolve.mail import Arrived
+from rowmesh.exchange.resolve.request_channel import Arrived
 from rowmesh.mesh.plain import PlainError, error_to_plain
 from rowmesh.ops import dynamic_requests
 from rowmesh.ops.dynamic_requests import cpu

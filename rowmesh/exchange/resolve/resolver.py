@@ -10,17 +10,17 @@ answers of its own group. Replica groups that are averaged decide for themselves
 A batch may be refused: by an owner that has no room, by a rank that cannot route it, by a hook, or as its rows do not
 come. Then `step`, index, statistics and counters of every owner are as before it.
 
-    before the letter       the rank sends a letter without ids, of a kind that says so (`pass_over`): all ranks raise,
+    before the request      the rank sends a request without ids, of a kind that says so (`pass_over`): all ranks raise,
                             nothing was decided
     in an owner             the answers say so: all ranks raise, every owner goes back
     later, on all ranks     each goes back by itself (`take_back`)
-    later, on one rank      it goes back; the letter of the next batch has the step of each rank, and the others, for
+    later, on one rank      it goes back; the request of the next batch has the step of each rank, and the others, for
                             whom that batch can have no step, go back before they open it
 
 Owners keep what batches changed until these have ended on all ranks. So a pipeline too can take back what it has opened
 ahead (`go_back`). Hooks are told when the batch is not refused any more (`tell`).
 
-All tables travel together, see `rowmesh.exchange.resolve.mail`.
+All tables travel together, see `rowmesh.exchange.resolve.request_channel`.
 
 Source: FusedRec §3.2 (missing keys are initialized by their owner). Differs: decisions are taken on the whole batch.
 """
@@ -43,10 +43,17 @@ from rowmesh.exchange.resolve.asking import Asked, RequestRouter
 from rowmesh.exchange.resolve.averages import Averages
 from rowmesh.exchange.resolve.device_tables import DeviceAsked, DeviceTables
 from rowmesh.exchange.resolve.known import ask_statistics
-from rowmesh.exchange.resolve.mail import Arrived, Letter, LocalMail, Mail, MessageMail, SharedMail
 from rowmesh.exchange.resolve.merging import MergedIds
 from rowmesh.exchange.resolve.owners import Owners
 from rowmesh.exchange.resolve.pins import BatchPin, BatchPins
+from rowmesh.exchange.resolve.request_channel import (
+    Arrived,
+    BatchRequest,
+    LocalRequestChannel,
+    MessageRequestChannel,
+    RequestChannel,
+    SharedRequestChannel,
+)
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.plain import PlainError, error_from_plain, error_to_plain
@@ -134,13 +141,13 @@ class Resolver:
         self._on_device = DeviceTables(on_device) if on_device else None
         scored = [table.spec.takes_scores for table in tables]
         columns = 3 if any(scored) else 2
-        self._mail: Mail
+        self._request_channel: RequestChannel
         if mesh.world_size == 1:
-            self._mail = LocalMail(columns)
+            self._request_channel = LocalRequestChannel(columns)
         elif shares_memory:
-            self._mail = SharedMail(self._mesh, len(tables), self.counters, columns)
+            self._request_channel = SharedRequestChannel(self._mesh, len(tables), self.counters, columns)
         else:
-            self._mail = MessageMail(self._channel, self.counters, columns)
+            self._request_channel = MessageRequestChannel(self._channel, self.counters, columns)
 
     def __call__(
         self,
@@ -186,7 +193,7 @@ class Resolver:
         """Takes the place of `__call__` on a rank that has no further batch, or cannot route it.
 
         Collective with `__call__` and `pass_over` of the other ranks, in the place of that batch: it takes part in the
-        first message of the batch, by a letter without ids. No rank decides anything. Where no rank has a batch, it
+        first message of the batch, by a request without ids. No rank decides anything. Where no rank has a batch, it
         returns, on all ranks; else it raises, and `__call__` on the other ranks raises the same.
 
         Args:
@@ -202,7 +209,7 @@ class Resolver:
             try:
                 arrived = self._send(_NONE if error is None else _REFUSED, NO_TIME)
                 if arrived.kinds.count(_NONE) == len(arrived.kinds):
-                    self._mail.answer(failed=True)
+                    self._request_channel.answer(failed=True)
                     return
                 self._check_kinds(arrived, error)
             finally:
@@ -435,12 +442,12 @@ class Resolver:
             raise ConfigurationError(f"{table!r} is no dynamic table; there are {[*self.tables]}")
 
     def _send(self, kind: int, time: int, asked: Sequence[Asked] = ()) -> Arrived:
-        """Sends the letter of a batch, and waits for those of the others."""
+        """Sends the request of a batch, and waits for those of the others."""
         router = self._request_router
         sizes = router.count(asked)
         is_watched = kind == _OPEN and self._owners.is_watched
-        letter = Letter(kind, self.pins.first, sizes, router.answers, time, self.step, is_watched)
-        return self._mail.send(letter, partial(router.fill, asked, sizes))
+        request = BatchRequest(kind, self.pins.first, sizes, router.answers, time, self.step, is_watched)
+        return self._request_channel.send(request, partial(router.fill, asked, sizes))
 
     def _resolve(
         self, asked: Sequence[Asked], on_device: DeviceAsked | None, pin: BatchPin, time: int, kind: int
@@ -468,7 +475,7 @@ class Resolver:
         if self._on_device is not None and on_device is not None and failure is None:
             failure = self._on_device.decide(on_device, pin.number, opened, self.step, ahead, again)
             self._fixed = self.step if failure is None else self._fixed
-        has_failed, rows_at = self._mail.answer(failed=failure is not None)
+        has_failed, rows_at = self._request_channel.answer(failed=failure is not None)
         if has_failed or is_again:
             for counters, *numbers in found:
                 counters.set_found(*numbers)
@@ -517,7 +524,7 @@ class Resolver:
         kinds = set(arrived.kinds)
         if kinds in ({_FIND}, {_OPEN}, {_AGAIN}, {_OPEN, _AGAIN}):
             return
-        self._mail.answer(failed=True)  # all have read what they were sent
+        self._request_channel.answer(failed=True)  # all have read what they were sent
         ranks = {kind: [rank for rank, each in enumerate(arrived.kinds) if each == kind] for kind in kinds}
         names = {kind: [self._mesh.name(rank) for rank in of_kind] for kind, of_kind in ranks.items()}
         if _REFUSED in kinds:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rowmesh.ops.pool.handles import Bags, FiledCells
 from rowmesh.ops.pool.layout import GroupLayout
-from rowmesh.ops.sole import LeftGradient
+from rowmesh.ops.unshared import LeftGradient
 
 if TYPE_CHECKING:
     from rowmesh.ops.merge_update import DeviceMerged

@@ -16,7 +16,7 @@ from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.route import route
 from rowmesh.ops.segment_unique.cpu import SegmentHash
 from rowmesh.ops.simd import COMPUTE_DTYPE, STORAGE
-from rowmesh.ops.sole import LeftGradient
+from rowmesh.ops.unshared import LeftGradient
 from rowmesh.ops.weigh import kernels as weighing_kernels
 
 _numbers = itertools.count()  # identifies send buffers for as long as the process lives

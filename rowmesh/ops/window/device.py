@@ -18,8 +18,8 @@ from torch import Tensor
 from rowmesh.ops.look_up.device import DeviceLookUp, descriptors
 from rowmesh.ops.merge_update import DeviceMerged
 from rowmesh.ops.pool.layout import GroupLayout
-from rowmesh.ops.sole import LeftGradient
 from rowmesh.ops.transfer import upload
+from rowmesh.ops.unshared import LeftGradient
 from rowmesh.ops.window.cpu import FINAL
 from rowmesh.ops.window.order import Order
 

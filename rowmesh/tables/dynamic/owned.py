@@ -18,8 +18,8 @@ from rowmesh.tables.dynamic.counters import DynamicCounters
 from rowmesh.tables.dynamic.demoted import Demoted, Found, promoted_of
 from rowmesh.tables.dynamic.event_clock import NO_TIME
 from rowmesh.tables.dynamic.frames import FrameList
-from rowmesh.tables.dynamic.held import Held
 from rowmesh.tables.dynamic.hooks import DecisionHooks
+from rowmesh.tables.dynamic.known_ids import KnownIds
 from rowmesh.tables.dynamic.layout import num_spare, num_used, rules_of
 from rowmesh.tables.dynamic.shards import DynamicShards
 from rowmesh.tables.dynamic.spec import Dynamic
@@ -422,7 +422,7 @@ class OwnedTable:
 
     # What several replica groups know, see `rowmesh.exchange.resolve.merging`
 
-    def held(self, ids: np.ndarray) -> Held:
+    def held(self, ids: np.ndarray) -> KnownIds:
         """What is known here of distinct ids, demoted or not; changes nothing.
 
         Raises:
@@ -433,9 +433,9 @@ class OwnedTable:
         if self._demoted is not None:
             found = self._demoted.find(self._changes, ids[unknown])
             facts[unknown] = found.facts
-        return Held(frames, facts, unknown, found)
+        return KnownIds(frames, facts, unknown, found)
 
-    def unite(self, number: int, merged: MergedFacts, held: Held) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def unite(self, number: int, merged: MergedFacts, held: KnownIds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Takes over what other replica groups know; see `DynamicShards.unite`.
 
         Args:
@@ -464,7 +464,7 @@ class OwnedTable:
         return self.slots(united.frames), has_row, united.stays
 
     def _unite_demoted(
-        self, demoted: Demoted, change: Change, merged: MergedFacts, held: Held, united: United
+        self, demoted: Demoted, change: Change, merged: MergedFacts, held: KnownIds, united: United
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Brings the rows of demoted ids into their frames. Returns which ids are demoted then: ids, frames, facts.
 

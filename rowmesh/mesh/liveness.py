@@ -1,4 +1,4 @@
-"""Roll call: which ranks wait for the others. A collective that failed says only that it failed."""
+"""Liveness: which ranks wait for the others. A collective that failed says only that it failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _counting = threading.Lock()
 _copies: list[tuple[Any, Any]] = []  # of the store in use, and of which one it is a copy
 
 
-class RollCall:
+class LivenessCheck:
     """Answers of the ranks of a process group, in the store through which they met.
 
     A rank waits as long as any of its threads does.

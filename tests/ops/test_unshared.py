@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rowmesh.ops import sole as module
-from rowmesh.ops.sole import are_sole
+from rowmesh.ops.unshared import are_unshared
 
 
 class Asked(torch.autograd.Function):
@@ -17,7 +17,7 @@ class Asked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        ctx.answers.append(are_sole(grads))
+        ctx.answers.append(are_unshared(grads))
         return None, None
 
 
@@ -91,7 +91,7 @@ def test_a_gradient_that_a_leaf_gets_too_is_not_shared_with_it(leaf_is_first):
 
         @staticmethod
         def backward(ctx, *grads):
-            kept.append(grads[0] if are_sole(grads) else grads[0].clone())
+            kept.append(grads[0] if are_unshared(grads) else grads[0].clone())
 
     leaf = torch.zeros(3, 4, requires_grad=True)
     (vectors,) = Keeping.apply(torch.zeros((), requires_grad=True))
@@ -106,6 +106,6 @@ def test_a_torch_that_cannot_count_has_no_sole_gradients(monkeypatch):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     module._only_references.cache_clear()
     try:
-        assert not module.are_sole((torch.ones(2),))
+        assert not module.are_unshared((torch.ones(2),))
     finally:
         module._only_references.cache_clear()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from rowmesh.mesh import patience
-from rowmesh.mesh.patience import Stopwatch, patiently
+from rowmesh.mesh.interruptible import Stopwatch, run_interruptibly
 
 
 class Clock:
@@ -35,9 +35,9 @@ def test_what_a_process_could_not_use_does_not_count(clock):
 
 
 def test_results_and_errors_of_a_call():
-    assert patiently(lambda: 5) == 5
+    assert run_interruptibly(lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        patiently(lambda: 1 // 0)
+        run_interruptibly(lambda: 1 // 0)
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
@@ -55,7 +55,7 @@ def test_a_signal_ends_the_waiting():
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            patiently(block, interrupt)
+            run_interruptibly(block, interrupt)
     finally:
         never.set()
 
@@ -65,4 +65,4 @@ def test_what_waits_where_the_system_has_no_thread_left(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert patiently(lambda: 5) == 5
+    assert run_interruptibly(lambda: 5) == 5

@@ -1,4 +1,4 @@
-"""Held: what one replica group knows of ids, in its index or demoted, when an average makes groups know the same."""
+"""Known ids: what a replica group knows of ids, in its index or demoted, when an average makes groups know the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rowmesh.tables.dynamic.demoted import Found
 
 
 @dataclass(frozen=True)
-class Held:
+class KnownIds:
     """Of some ids.
 
     Attributes:
@@ -26,15 +26,15 @@ class Held:
     found: Found | None
 
     @classmethod
-    def nothing(cls, count: int) -> Held:
+    def nothing(cls, count: int) -> KnownIds:
         """Of so many ids nothing is known."""
         return cls(np.full(count, -1), np.zeros((count, 3), np.int64), np.arange(count), None)
 
-    def at(self, chosen: np.ndarray) -> Held:
+    def at(self, chosen: np.ndarray) -> KnownIds:
         """Of those of the ids that a mask names."""
         places, stay = np.cumsum(chosen) - 1, chosen[self.unknown]
         found = None if self.found is None else self.found.at(stay)
-        return Held(self.frames[chosen], self.facts[chosen], places[self.unknown[stay]], found)
+        return KnownIds(self.frames[chosen], self.facts[chosen], places[self.unknown[stay]], found)
 
     @property
     def rows_at(self) -> np.ndarray | None:

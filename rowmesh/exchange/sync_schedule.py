@@ -1,4 +1,4 @@
-"""Rhythm: after which steps the replicas of tables are synchronized, and what their ranks compare then."""
+"""Sync schedule: after which steps the replicas of tables are synchronized, and what their ranks compare then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rowmesh.exchange.handshake import Step, check_operations
 from rowmesh.mesh import Mesh
 
 
-class Rhythm:
+class SyncSchedule:
     """When the ranks of a replicate group synchronize: every so many steps, and when the program calls for it.
 
     Each time is an operation with a number, the same on all ranks: above 0 a step, below a call.

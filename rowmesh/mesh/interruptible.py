@@ -1,4 +1,4 @@
-"""Patience: waiting that signals can interrupt, and that does not count what this process could not use."""
+"""Interruptible: waiting that signals can interrupt, and that does not count what this process could not use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Stopwatch:
         return f"{self.waited_s:.1f} s{stood}"
 
 
-def patiently(call: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
+def run_interruptibly(call: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
     """Returns or raises as `call()`, which runs in a thread, so that this one still answers signals while it blocks.
 
     Args:
@@ -63,7 +63,7 @@ def patiently(call: Callable[[], T], look: Callable[[], None] = lambda: None) ->
         look: called ten times a second; what it raises ends the waiting. The thread is then left to itself.
 
     Example:
-        >>> patiently(lambda: 3)
+        >>> run_interruptibly(lambda: 3)
         3
     """
     outcome: Future[T] = Future()

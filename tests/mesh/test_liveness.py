@@ -1,9 +1,9 @@
-"""Roll call: waiting ranks, as they recorded it."""
+"""Liveness: waiting ranks, as they recorded it."""
 
 import torch.distributed as dist
 
-from rowmesh.mesh import roll_call
-from rowmesh.mesh.roll_call import RollCall, forget_store, keep_store
+from rowmesh.mesh import liveness
+from rowmesh.mesh.liveness import LivenessCheck, forget_store, keep_store
 from tests.support.threads import in_threads
 
 
@@ -13,8 +13,8 @@ class Group:
 
 def test_answers(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
-    calls = [RollCall(rank, 3, Group()) for rank in range(3)]
+    monkeypatch.setattr(liveness, "_get_default_store", lambda: store)
+    calls = [LivenessCheck(rank, 3, Group()) for rank in range(3)]
     assert calls[0].absent() == [0, 1, 2]
     calls[0].answer()
     calls[2].answer()
@@ -28,19 +28,19 @@ def test_nobody_knows_where_the_store_is_gone(monkeypatch):
     def fail():
         raise RuntimeError("connection reset")
 
-    assert RollCall(0, 1, None).absent() is None
-    monkeypatch.setattr(roll_call, "_get_default_store", fail)
-    call = RollCall(0, 2, Group())
+    assert LivenessCheck(0, 1, None).absent() is None
+    monkeypatch.setattr(liveness, "_get_default_store", fail)
+    call = LivenessCheck(0, 2, Group())
     call.answer()
     assert call.absent() is None
 
 
 def test_a_rank_waits_as_long_as_any_of_its_threads(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    monkeypatch.setattr(liveness, "_get_default_store", lambda: store)
     group = Group()
     group.group_name = "threads"
-    calls = [RollCall(0, 2, group) for _ in range(2)]
+    calls = [LivenessCheck(0, 2, group) for _ in range(2)]
     calls[0].answer()
     calls[1].answer()
     calls[0].withdraw()
@@ -51,19 +51,19 @@ def test_a_rank_waits_as_long_as_any_of_its_threads(monkeypatch):
 
 def test_answers_of_many_threads(monkeypatch):
     store = dist.HashStore()
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    monkeypatch.setattr(liveness, "_get_default_store", lambda: store)
     group = Group()
     group.group_name = "many"
 
     def wait(_):
-        call = RollCall(0, 1, group)
+        call = LivenessCheck(0, 1, group)
         for _ in range(50):
             call.answer()
             assert call.absent() == []
             call.withdraw()
 
     in_threads(wait, 4)
-    assert RollCall(0, 1, group).absent() == [0]
+    assert LivenessCheck(0, 1, group).absent() == [0]
 
 
 class Connectable:
@@ -85,11 +85,11 @@ class Connectable:
 
 def test_a_store_that_is_gone_is_not_connected_to(monkeypatch):
     store = Connectable()
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
+    monkeypatch.setattr(liveness, "_get_default_store", lambda: store)
     forget_store()
     keep_store()
     store.is_gone = True
-    calls = RollCall(1, 2, object())
+    calls = LivenessCheck(1, 2, object())
     calls.answer()
     assert calls.absent() == [0]
     forget_store()

@@ -1,4 +1,4 @@
-"""Sole: whether the tensors that a backward is given are only its own, and so stay as they are when it leaves them."""
+"""Unshared: whether the tensors that a backward is given are its own alone, and stay as they are when it leaves them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from rowmesh.errors import RowmeshError
 
 
-def are_sole(gradients: Sequence[Tensor]) -> bool:
+def are_unshared(gradients: Sequence[Tensor]) -> bool:
     """Whether no program and no graph can change any of the gradients that a `torch.autograd.Function` was given.
 
     Counts references to each tensor and to its memory, and compares them with those to a gradient that surely is only

@@ -1,4 +1,4 @@
-"""Mail: how the ids of dynamic tables come to their owners, and rows back: in messages, or in memory that ranks share.
+"""Request channel: brings ids of dynamic tables to their owners, and rows back, in messages or in shared memory.
 
 A request is a rank's ids for one owner, by table, then as many counts, and then as many scores where a table needs
 such. A batch has one to and from every rank. Rows come back in the order of the ids. In shared memory an owner reads a
@@ -22,7 +22,7 @@ from rowmesh.mesh.shared_memory import SharedBuffer, share
 from rowmesh.ops.memory import Buffer, Memory
 
 _DOING = "resolving ids"
-_NUM_HEAD = 5  # numbers of `Letter.head`, with which messages and boards begin
+_NUM_HEAD = 5  # numbers of `BatchRequest.head`, with which messages and boards begin
 _LARGEST, _HEAD = 5, 6  # what else a message has before the sizes
 _FAILED, _GENERATION, _DESCRIPTOR, _NUM_BYTES, _NUMBERS = 5, 6, 7, 8, 9  # and a board
 _FLAG_BYTES = 128
@@ -32,7 +32,7 @@ Write = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Letter:
+class BatchRequest:
     """What a rank says of a batch beside its ids.
 
     Attributes:
@@ -87,15 +87,15 @@ class Arrived:
     def of(
         cls, heads: list[list[int]], sizes: np.ndarray, columns_at: tuple[np.ndarray, ...], rows_at: np.ndarray
     ) -> Arrived:
-        """Given `Letter.head` of each rank."""
+        """Given `BatchRequest.head` of each rank."""
         kinds, firsts, times, steps, watched = map(list, zip(*heads, strict=True))
         return cls(kinds, min(firsts), sizes, columns_at, rows_at, max(times), steps, any(watched))
 
 
-class Mail(Protocol):
+class RequestChannel(Protocol):
     """Between all ranks. Both calls are collective where there are several, `answer` after `send`."""
 
-    def send(self, letter: Letter, write: Write) -> Arrived:
+    def send(self, request: BatchRequest, write: Write) -> Arrived:
         """Sends requests, and waits for those of the others."""
         ...
 
@@ -118,7 +118,7 @@ def _columns(at: np.ndarray, totals: np.ndarray, columns: int) -> tuple[np.ndarr
     return tuple(at + 8 * column * totals for column in range(columns))
 
 
-class LocalMail:
+class LocalRequestChannel:
     """Of a rank alone.
 
     Args:
@@ -129,22 +129,22 @@ class LocalMail:
         self._columns, self._memory = columns, cast("Memory", Buffer(64))
         self._at = np.zeros(1, np.int64)
 
-    def send(self, letter: Letter, write: Write) -> Arrived:
-        """See `Mail`."""
-        total = int(letter.sizes.sum())
+    def send(self, request: BatchRequest, write: Write) -> Arrived:
+        """See `RequestChannel`."""
+        total = int(request.sizes.sum())
         if 8 * self._columns * total > self._memory.num_bytes:
             self._memory = Buffer(10 * self._columns * total)
         self._at = np.array([self._memory.address], np.int64)
         columns_at = _columns(self._at, np.array([total]), self._columns)
         write(*columns_at)
-        return Arrived.of([letter.head], letter.sizes, columns_at, self._at)
+        return Arrived.of([request.head], request.sizes, columns_at, self._at)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
-        """See `Mail`."""
+        """See `RequestChannel`."""
         return failed, self._at
 
 
-class SharedMail:
+class SharedRequestChannel:
     """Between ranks that share a host's memory. Making one is collective.
 
     Args:
@@ -168,17 +168,17 @@ class SharedMail:
         self._mapped: dict[int, tuple[int, SharedBuffer]] = {}  # of peers, with the generation of each
         self._at = np.zeros(size, np.int64)
 
-    def send(self, letter: Letter, write: Write) -> Arrived:
-        """See `Mail`."""
-        rank, totals = self._mesh.rank, letter.sizes.sum(axis=1)
+    def send(self, request: BatchRequest, write: Write) -> Arrived:
+        """See `RequestChannel`."""
+        rank, totals = self._mesh.rank, request.sizes.sum(axis=1)
         num_bytes, mine = 8 * self._columns * int(totals.sum()), self._numbers[rank]
         if num_bytes > self._memory.num_bytes:
             self._memory.close()  # all ranks that needed it have mapped it
             self._memory = SharedBuffer.create(num_bytes + num_bytes // 4)
             mine[_GENERATION] += 1
-        mine[:_NUM_HEAD] = letter.head
+        mine[:_NUM_HEAD] = request.head
         mine[_DESCRIPTOR], mine[_NUM_BYTES] = self._memory.descriptor, self._memory.num_bytes
-        self._sizes[rank][...] = letter.sizes
+        self._sizes[rank][...] = request.sizes
         self._at = self._memory.address + _begins(totals, self._columns)
         write(*_columns(self._at, totals, self._columns))
         self._barrier.wait()
@@ -205,13 +205,13 @@ class SharedMail:
         return self._mapped[peer][1]
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
-        """See `Mail`."""
+        """See `RequestChannel`."""
         self._numbers[self._mesh.rank][_FAILED] = failed
         self._barrier.wait()
         return any(each[_FAILED] for each in self._numbers), self._at
 
 
-class MessageMail:
+class MessageRequestChannel:
     """In messages: ids go with their sizes, in room for what the last batches needed, else in a message of their own.
 
     Args:
@@ -225,15 +225,15 @@ class MessageMail:
         self._room = 0  # ids that travel with the sizes; the same on all ranks
         self._keep: list[torch.Tensor] = []  # what addresses point into
 
-    def send(self, letter: Letter, write: Write) -> Arrived:
-        """See `Mail`."""
-        size, room, (_, num_tables) = self._channel.size, self._room, letter.sizes.shape
+    def send(self, request: BatchRequest, write: Write) -> Arrived:
+        """See `RequestChannel`."""
+        size, room, (_, num_tables) = self._channel.size, self._room, request.sizes.shape
         columns = self._columns
-        head, totals = _HEAD + num_tables, letter.sizes.sum(axis=1)
+        head, totals = _HEAD + num_tables, request.sizes.sum(axis=1)
         out = torch.empty((size, head + columns * room), dtype=torch.int64, device="cpu")
         message = out.numpy()
-        message[:, :_NUM_HEAD] = letter.head
-        message[:, _LARGEST], message[:, _HEAD:head] = totals.max(), letter.sizes
+        message[:, :_NUM_HEAD] = request.head
+        message[:, _LARGEST], message[:, _HEAD:head] = totals.max(), request.sizes
         late = torch.empty((int(totals.sum()), columns), dtype=torch.int64, device="cpu")
         is_early = totals.max() <= room
         ids_at = _rows_at(message, head) if is_early else late.data_ptr() + _begins(totals, columns)
@@ -254,7 +254,7 @@ class MessageMail:
             came = self._channel.post(late, sizes_out, sizes_in, self._counters, _DOING).wait()
             arrived_at = came.data_ptr() + _begins(totals_in, columns)
         # An answer begins with whether its rank failed.
-        self._out, self._in = 1 + np.where(letter.answers, totals_in, 0), 1 + np.where(letter.answers, totals, 0)
+        self._out, self._in = 1 + np.where(request.answers, totals_in, 0), 1 + np.where(request.answers, totals, 0)
         ends = np.cumsum(1 + totals_in)
         self._rows = torch.empty(int(ends[-1]), dtype=torch.int64, device="cpu")
         self._starts, self._keep = ends - totals_in - 1, [came]
@@ -263,7 +263,7 @@ class MessageMail:
         return Arrived.of(heads, sizes, _columns(arrived_at, totals_in, columns), rows_at)
 
     def answer(self, *, failed: bool) -> tuple[bool, np.ndarray]:
-        """See `Mail`."""
+        """See `RequestChannel`."""
         rows = self._rows.numpy()
         rows[self._starts] = failed
         if len(rows) != self._out.sum():  # some ranks get no rows
