@@ -20,29 +20,27 @@ from rowmesh.run.job import Job
 from rowmesh.run.networks import network_dtype
 from rowmesh.run.placement import Placement
 from rowmesh.run.precision import check_precision
-from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs, with_own_stores
 from rowmesh.run.task import Task
-from rowmesh.run.tasks import task_of
 from rowmesh.tables import TableSpec, Tiers
 
 
-def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, trains: bool = True) -> Job:
-    """Makes the tables and the network for a data set.
+def build(task: Task, mesh: Mesh, placement: Placement, *, trains: bool = True) -> Job:
+    """Makes the tables and the network of a task.
 
-    Collective and blocking: every rank calls it, with the same configuration. For training it measures how linear
+    Collective and blocking: every rank calls it, with the same task. For training it measures how linear
     layers are computed best; a model that was trained says so itself.
 
     Raises:
         ConfigurationError: tables, sizes or a placement that cannot work.
     """
-    tables = table_specs(config.tables, data)
+    config = task.config
+    tables = table_specs(config.tables, task.data)
     check_precision(config.train.precision, config.train.device, tables)
     bound_caches()  # in bfloat16 torch's own layers are by oneDNN
     seed, device = config.train.seed, use_device(config)
     torch.manual_seed(seed)
     dtype = network_dtype(tables)
-    task = task_of(config, data)
     if trains:
         check_rules(tables, task)
     else:
@@ -64,7 +62,17 @@ def build(config: Config, mesh: Mesh, data: TableData, placement: Placement, *, 
     )
     network = network.to(embeddings.device)
     linear = _linear(config, mesh, network, task) if trains else FastLinear(Choices(), "by torch")
-    return Job(config, mesh, data, embeddings, network, placement, linear, task, own)
+    return Job(
+        config=config,
+        mesh=mesh,
+        data=task.data,
+        targets=task.targets,
+        embeddings=embeddings,
+        network=network,
+        placement=placement,
+        linear=linear,
+        own=own,
+    )
 
 
 def check_rules(tables: Sequence[TableSpec], task: Task) -> None:

@@ -57,7 +57,8 @@ from rowmesh.run.splits import check_same_data
 from rowmesh.run.starting import check_start, start_text
 from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs
-from rowmesh.run.tasks import open_data, task_of
+from rowmesh.run.task import Task
+from rowmesh.run.tasks import check_data, open_data, task_of
 from rowmesh.run.trainer import Trainer
 from rowmesh.run.trust import check_trusted, seal_of
 
@@ -97,8 +98,9 @@ def run_training(
     check_importable(config.model)
     check_device(config)
     data = open_data(config, verify=verify)
-    config, choices = task_of(config, data).choose_defaults()
-    task_of(config, data).check()  # refuses what does not fit before anything is made
+    task, choices = task_of(config, data)
+    config = task.config
+    task.check()  # refuses what does not fit before anything is made
     run = RunFolder(Path(config.run.folder))
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
@@ -112,14 +114,13 @@ def run_training(
         if start.is_finished:
             _write(mesh, f"resume    nothing to do: {run.path} is a finished run")
             return None
-        job = stack.enter_context(
-            job_on(config, mesh, data, lambda: resumed_placement(config, mesh, data, start), trains=True)
-        )
-        trainer = Trainer(job)
+        job = stack.enter_context(job_on(task, mesh, lambda: resumed_placement(config, mesh, data, start), trains=True))
+        trainer = Trainer(job, task)
         publications = stack.enter_context(closing(Publications(job)))
         _write(mesh, *password_lines(config))
-        _write(mesh, *describe(job), *choices, *describe_training(job, trainer.total_steps), f"run       {run.path}")
-        meaning = on_rank_0(mesh, SETTING_UP, job.task.fingerprint)  # now: at the end the data may be elsewhere
+        _write(mesh, *describe(job, task), *choices, *describe_training(job, task, trainer.total_steps))
+        _write(mesh, f"run       {run.path}")
+        meaning = on_rank_0(mesh, SETTING_UP, task.fingerprint)  # now: at the end the data may be elsewhere
         if (former := None if start.steps else check_start(config, lambda: meaning)) is not None:
             job.embeddings.barrier()
             remember_forms(data, former.manifest.metadata)
@@ -141,9 +142,8 @@ def run_training(
         publications.write_last(trainer.step, claim.log)
         if mesh.rank == 0:
             remove_best(begun, run)
-        tested = job.task.tested
-        metrics = _evaluate(job, run, tested, config.data) if tested else None
-        _write(mesh, *job.task.advice(job, trainer.stopping, trainer.trained_steps, metrics))
+        metrics = _evaluate(job, task, run, task.tested, config.data) if task.tested else None
+        _write(mesh, *task.advice(job, trainer.stopping, trainer.trained_steps, metrics))
         _end(mesh, run, at_end)
         return metrics
 
@@ -188,26 +188,26 @@ def run_evaluation(
     is_own = config.data.raw_schema == resolve(run.config).data.raw_schema
     data = open_data(config, verify=verify, trained=manifest.metadata if is_own else None)
     remember_forms(data, manifest.metadata)
-    config, _ = task_of(config, data).choose_defaults()
-    task = task_of(config, data)
+    task, _ = task_of(config, data)
+    config = task.config
     split = task.check_split("--split", split) if split else task.check_split("data.test", config.data.test)
     with (
         Mesh.connect(config.parallel.timeout_s) as mesh,
         naming_lost_peers(mesh, SETTING_UP),
         _threads(mesh, fits_threads),
     ):
-        _write(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest, config, data, other_vocabulary)))
+        _write(mesh, *on_rank_0(mesh, SETTING_UP, lambda: _compare(run, manifest, task, other_vocabulary)))
         trained = resolve(run.config)
         changed = (config.placement, config.parallel.replicas) != (trained.placement, trained.parallel.replicas)
 
         def place() -> Placement:
             return evaluation_placement(config, mesh, data, run.plan, changed=changed)
 
-        with job_on(config, mesh, data, place, trains=False) as job:
+        with job_on(task, mesh, place, trains=False) as job:
             load_model(job, run, verify)
             _write(mesh, *([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
-            _write(mesh, *describe(job), f"model     {run.model}, {model_text(manifest.metadata)}")
-            metrics = _evaluate(job, run, split, trained.data)
+            _write(mesh, *describe(job, task), f"model     {run.model}, {model_text(manifest.metadata)}")
+            metrics = _evaluate(job, task, run, split, trained.data)
             _end(mesh, run, at_end)
             return metrics
 
@@ -265,7 +265,7 @@ def _choice(trainer: Trainer) -> dict[str, Any]:
         return {}
     return {
         "trained_steps": trainer.trained_steps,
-        **trainer.job.task.chosen_by(stopping.losses.get(trainer.step)),
+        **trainer.task.chosen_by(stopping.losses.get(trainer.step)),
         "is_best": trainer.step == stopping.best_step,
     }
 
@@ -319,13 +319,14 @@ def _unlike(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return f"{names[0]} is {shape(saved, names[0])} there and {shape(own, names[0])} here{more}"
 
 
-def _compare(run: RunFolder, manifest: Manifest, config: Config, data: TableData, accept: bool) -> list[str]:
+def _compare(run: RunFolder, manifest: Manifest, task: Task, accept: bool) -> list[str]:
     """Raises RowmeshError where ids do not mean what they meant in training; where that is accepted, a line says so."""
-    metadata = manifest.metadata
-    if not (what := mismatch(metadata, task_of(resolve(run.config), data).fingerprint, run.model)):
+    metadata, data = manifest.metadata, task.data
+    check_data(resolve(run.config), data)
+    if not (what := mismatch(metadata, task.fingerprint, run.model)):
         return []
     if accept:
-        _check_sizes(run, manifest, config, data)
+        _check_sizes(run, manifest, task)
         return [f"data      differ from those of the training in {what}; accepted"]
     raise RowmeshError(
         f"the model in {run.path} was trained on {metadata['data']}, and {data.place} differs from it in "
@@ -334,9 +335,9 @@ def _compare(run: RunFolder, manifest: Manifest, config: Config, data: TableData
     )
 
 
-def _check_sizes(run: RunFolder, manifest: Manifest, config: Config, data: TableData) -> None:
+def _check_sizes(run: RunFolder, manifest: Manifest, task: Task) -> None:
     """Raises RowmeshError where tables have not as many rows as the data have values, whatever they mean."""
-    tables = [table for table in table_specs(config.tables, data) if table.storage != "dynamic"]
+    tables = [table for table in table_specs(task.config.tables, task.data) if table.storage != "dynamic"]
     saved = {name: entry.num_rows for name, entry in manifest.tables.items() if entry.known is None}
     unlike = [
         f"{table.name} has {saved[table.name]:,} rows in the model and {table.num_rows:,} values in the data"
@@ -352,16 +353,16 @@ def _check_sizes(run: RunFolder, manifest: Manifest, config: Config, data: Table
         )
 
 
-def _evaluate(job: Job, run: RunFolder, split: str, trained: DataConfig) -> Evaluation:
+def _evaluate(job: Job, task: Task, run: RunFolder, split: str, trained: DataConfig) -> Evaluation:
     """Prints the metrics of a split, then writes them: what cannot be written is not lost."""
     name = on_rank_0(job.mesh, SETTING_UP, lambda: evaluation_name(run, trained, job.data, split))
     title = name if split not in job.data.splits else split
-    num_batches = job.task.num_evaluation_batches(split)
+    num_batches = task.num_evaluation_batches(split)
     with Progress(num_batches, title=title, enabled=job.mesh.rank == 0) as progress:
-        metrics = job.task.evaluate(job, split, progress.advance)
-    _write(job.mesh, *job.task.results(title, metrics))
+        metrics = task.evaluate(job, split, progress.advance)
+    _write(job.mesh, *task.results(title, metrics))
     record: dict[str, Any] = {"split": name, "data": place_of(job.data, split), **metrics.as_file()}
-    record |= {"planted_optimum": job.task.optimum(split)}
+    record |= {"planted_optimum": task.optimum(split)}
     doing = f"writing the metrics of {name}"
     on_rank_0(job.mesh, doing, lambda: _write_metrics(run.evaluation(name), record))
     return metrics
@@ -411,22 +412,21 @@ def _write_mapped(job: Job) -> None:
 
 
 @contextmanager
-def job_on(
-    config: Config, mesh: Mesh, data: TableData, place: Callable[[], Placement], *, trains: bool
-) -> Iterator[Job]:
+def job_on(task: Task, mesh: Mesh, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
     """The pieces of a run, for the time of a block; collective.
 
     Rank 0 reads or makes the plan for all: files may be on its host alone.
     """
-    check_same_data(mesh, data)
+    config = task.config
+    check_same_data(mesh, task.data)
     reach("train.plan")
     placement = on_rank_0(mesh, SETTING_UP, place, Placement)
     averages = config.parallel.synchronization == "average"
     on_host = config.train.device == "cpu"
-    network = task_of(config, data).network_bytes(mesh.world_size, trains=trains) if on_host else 0
-    check_memory(placement.plan, mesh, _elsewhere(config, data), averages=averages, network_bytes=network)
+    network = task.network_bytes(mesh.world_size, trains=trains) if on_host else 0
+    check_memory(placement.plan, mesh, _elsewhere(config, task.data), averages=averages, network_bytes=network)
     reach("train.build")
-    job = build(config, mesh, data, placement, trains=trains)
+    job = build(task, mesh, placement, trains=trains)
     reach("train.built")
     try:
         yield job

@@ -22,6 +22,8 @@ from rowmesh.run.table_config import TablesConfig
 
 T = TypeVar("T", int, float)
 MODELS = ("dlrm", *NAMED, *KINDS)
+Objective = Literal["clicks", "retrieval", "next item"]
+"""What a model is trained for: labels of samples; items told from the others of a batch; the item after each event."""
 
 
 def chosen(value: T | Auto) -> T:
@@ -149,14 +151,16 @@ class ModelConfig(Section):
         return self.name == "dlrm"
 
     @property
-    def is_sequence(self) -> bool:
-        """Whether it ranks items after a sequence of events."""
-        return self.name in KINDS
+    def objective(self) -> Objective:
+        """What it is trained for."""
+        if self.name in KINDS:
+            return "next item"
+        return "retrieval" if self.name == "two_tower" and self.options.get("loss") == IN_BATCH else "clicks"
 
     @property
-    def retrieves(self) -> bool:
-        """Whether it is trained by a softmax over the items of a batch, and ranks items."""
-        return self.name == "two_tower" and self.options.get("loss") == IN_BATCH
+    def is_sequence(self) -> bool:
+        """Whether it ranks items after a sequence of events."""
+        return self.objective == "next item"
 
     @property
     def sequence(self) -> SequenceOptions:

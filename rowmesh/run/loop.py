@@ -196,7 +196,7 @@ class _Loop:
         """Evaluates the validation split, and keeps the model if that is the best. Steps are not charged for it."""
         trainer, stopping, split = self._trainer, self._trainer.stopping, self._config.data.validation
         with self._interval.paused():
-            metrics = self._job.task.validate(self._job)
+            metrics = trainer.task.validate(self._job)
             is_better = stopping.add(trainer.step, metrics.loss)
             if stopping.patience and is_better and trainer.step != trainer.total_steps:
                 self._best.keep(trainer.step, trainer.state_dict())

@@ -24,6 +24,7 @@ from rowmesh.run.job import Job
 from rowmesh.run.metrics import Metrics, binary_entropy
 from rowmesh.run.schedule import factor
 from rowmesh.run.targets import Target, is_click
+from rowmesh.run.task import Task
 from rowmesh.run.value_metrics import ValueMetrics
 from rowmesh.tables import Tiers
 from rowmesh.tables.spec import names_of
@@ -35,13 +36,13 @@ _CRITERIA = {
 }
 
 
-def describe(job: Job) -> list[str]:
+def describe(job: Job, task: Task) -> list[str]:
     """Lines on device, data, placement, tables, transport, network and memory. Collective: every rank calls it."""
     memory = memory_of_every_rank(job)
     facts = [
         ("ranks", _ranks(job)),
         ("device", _device(job)),
-        *job.task.describe(job),
+        *task.describe(job),
         ("plan", job.placement.text),
         *(("replicas", text) for text in _replicas(job)),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
@@ -53,7 +54,7 @@ def describe(job: Job) -> list[str]:
     return [f"{name:<10}{text}" for name, text in facts]
 
 
-def describe_training(job: Job, total_steps: int | None) -> list[str]:
+def describe_training(job: Job, task: Task, total_steps: int | None) -> list[str]:
     """Lines on what only training needs: the network's optimizer, the steps, the evaluations."""
     data, optimizer = job.config.data, job.config.optimizer
     schedule = job.config.schedule.name
@@ -62,7 +63,7 @@ def describe_training(job: Job, total_steps: int | None) -> list[str]:
             "optimizer",
             f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
         ),
-        *(("loss", text) for text in [job.task.describe_loss(job)] if text),
+        *(("loss", text) for text in [task.describe_loss(job)] if text),
         ("steps", _steps(job, total_steps)),
     ]
     if not isinstance(job.data, RawData) and data.test not in job.data.splits:

@@ -171,14 +171,13 @@ def _loaded(run: Path, moved_to: Path | None, verify: bool) -> Iterator[tuple[Jo
     if not config.model.is_sequence:
         raise RowmeshError(f"{run} is a run of {config.model.name}, which scores samples; rowmesh predict reads it")
     data = SequenceData.open(moved_to or config.data.folder, config.model.sequence, verify=verify)
-    config, _ = task_of(config, data).choose_defaults()
-    fingerprint = task_of(config, data).fingerprint
-    if what := mismatch(finished.manifest.metadata, fingerprint, finished.folder.model):
+    task, _ = task_of(config, data)
+    if what := mismatch(finished.manifest.metadata, task.fingerprint, finished.folder.model):
         raise RowmeshError(f"{data.folder} differs from the data of the training in {what}; name these with --data")
     mesh = Mesh(timeout_s=config.parallel.timeout_s)
-    plan = Plan.cyclic(shapes_of(config, data), 1, 1)
+    plan = Plan.cyclic(shapes_of(task.config, data), 1, 1)
     with ExitStack() as stack:
-        job = stack.enter_context(job_on(config, mesh, data, lambda: Placement(plan, "in one process"), trains=False))
+        job = stack.enter_context(job_on(task, mesh, lambda: Placement(plan, "in one process"), trains=False))
         load_model(job, finished.folder, verify)
         job.network.eval()
         yield job, data

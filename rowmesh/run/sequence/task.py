@@ -26,7 +26,6 @@ from rowmesh.run.job import Job
 from rowmesh.run.own_model import OwnModel
 from rowmesh.run.sequence.batches import Draws, SequencePart, SequenceStep, StepLoader
 from rowmesh.run.sequence.data import ITEM, SCORED, SequenceData
-from rowmesh.run.sequence.defaults import choose_sequence_defaults
 from rowmesh.run.sequence.evaluation import USERS, RankingEvaluation, evaluate_ranking, ranking_table
 from rowmesh.run.sequence.options import SequenceOptions
 from rowmesh.run.sequence.sharded_softmax import item_range, sharded_softmax
@@ -66,10 +65,6 @@ class SequenceTask:
     def options(self) -> SequenceOptions:
         """`model.options`."""
         return self.config.model.sequence
-
-    def choose_defaults(self) -> tuple[Config, list[str]]:
-        """See `rowmesh.run.sequence.defaults`."""
-        return choose_sequence_defaults(self.config, self.data)
 
     def check(self) -> None:
         """Refuses splits that are not there, and keys that mean nothing for sequences."""
