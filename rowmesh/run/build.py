@@ -1,25 +1,32 @@
-"""build: the tables and the network of a run."""
+"""build, job_on: the tables and the network of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from rowmesh._support.faults import reach
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.synchronization import Synchronization
+from rowmesh.mesh.together import on_rank_0
 from rowmesh.models.linear_layers import FastLinear, fast_linear
 from rowmesh.ops.linear import Choices, bound_caches
+from rowmesh.run.checks import SETTING_UP
 from rowmesh.run.config import Config
 from rowmesh.run.device import use_device
 from rowmesh.run.job import Job
 from rowmesh.run.networks import network_dtype
 from rowmesh.run.placement import Placement
 from rowmesh.run.precision import check_precision
+from rowmesh.run.preflight import check_memory
+from rowmesh.run.splits import check_same_data
+from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs, with_own_stores
 from rowmesh.run.task import Task
 from rowmesh.tables import TableSpec, Tiers
@@ -73,6 +80,39 @@ def build(task: Task, mesh: Mesh, placement: Placement, *, trains: bool = True) 
         linear=linear,
         own=own,
     )
+
+
+@contextmanager
+def job_on(task: Task, mesh: Mesh, place: Callable[[], Placement], *, trains: bool) -> Iterator[Job]:
+    """The pieces of a run, for the time of a block; collective.
+
+    Rank 0 reads or makes the plan for all: files may be on its host alone.
+    """
+    config = task.config
+    check_same_data(mesh, task.data)
+    reach("train.plan")
+    placement = on_rank_0(mesh, SETTING_UP, place, Placement)
+    averages = config.parallel.synchronization == "average"
+    on_host = config.train.device == "cpu"
+    network = task.network_bytes(mesh.world_size, trains=trains) if on_host else 0
+    check_memory(placement.plan, mesh, _elsewhere(config, task.data), averages=averages, network_bytes=network)
+    reach("train.build")
+    job = build(task, mesh, placement, trains=trains)
+    reach("train.built")
+    try:
+        yield job
+    finally:
+        job.embeddings.close()
+
+
+def _elsewhere(config: Config, data: TableData) -> list[str]:
+    """Tables whose rows are not in the host's memory: in files, or on a GPU, which says for itself that it has no room.
+
+    With `train.device=cuda` tiered tables have all rows on the host nevertheless, and some on the GPU.
+    """
+    of_tiers, of_others = bool(config.tiers.folder), config.train.device != "cpu"
+    tables = table_specs(config.tables, data)
+    return [table.name for table in tables if (of_tiers if table.storage == "tiered" else of_others)]
 
 
 def check_rules(tables: Sequence[TableSpec], task: Task) -> None:

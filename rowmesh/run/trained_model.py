@@ -24,10 +24,11 @@ from rowmesh.data.raw.encoder import raw_batch, raw_encoder
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
-from rowmesh.run.commands import job_on, load_model
+from rowmesh.run.build import job_on
 from rowmesh.run.config import Config, PlacementConfig, chosen
 from rowmesh.run.finished import FinishedRun
 from rowmesh.run.job import Job
+from rowmesh.run.loading import load_model
 from rowmesh.run.placement import Placement, shapes_of
 from rowmesh.run.resolve import resolve
 from rowmesh.run.tasks import task_of

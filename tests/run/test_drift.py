@@ -131,7 +131,7 @@ def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypat
 
 
 def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, monkeypatch, capsys):
-    def follow(trainer, run, publications):
+    def follow(trainer, *_):
         plan = trainer.job.embeddings.plan
         halves = (
             TablePlan(table.shape, (RowRange(0, 1, "replicated"), RowRange(1, table.shape.num_rows)))
@@ -139,7 +139,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
         )
         trainer.job.embeddings.migrate(Plan(tuple(halves), 1, 1, "halves"))
 
-    monkeypatch.setattr("rowmesh.run.commands.train", follow)
+    monkeypatch.setattr("rowmesh.run.loop.train", follow)
     run_training(resolve(config_file))
     run = RunFolder(tmp_path / "run")
     assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "cyclic")
@@ -150,7 +150,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
 
 
 def test_a_run_that_keeps_its_plan_has_no_other(config_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("rowmesh.run.commands.train", lambda *_: None)
+    monkeypatch.setattr("rowmesh.run.loop.train", lambda *_: None)
     run_training(resolve(config_file))
     assert not RunFolder(tmp_path / "run").first_plan.exists()
 

@@ -27,12 +27,12 @@ from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
-from rowmesh.run.commands import job_on, load_model
+from rowmesh.run.build import job_on
 from rowmesh.run.fingerprint import mismatch
 from rowmesh.run.finished import FinishedRun
 from rowmesh.run.job import Job
+from rowmesh.run.loading import load_model
 from rowmesh.run.placement import Placement, shapes_of
-from rowmesh.run.resolve import resolve
 from rowmesh.run.sequence.candidates import Candidates
 from rowmesh.run.sequence.data import SequenceData
 from rowmesh.run.sequence.evaluation import queries_of, vectors_of
@@ -167,7 +167,7 @@ def write_recommended(table: pa.Table, out: Path) -> None:
 def _loaded(run: Path, moved_to: Path | None, verify: bool) -> Iterator[tuple[Job, SequenceData]]:
     """The model of a run, in this process."""
     finished = FinishedRun.open(run)
-    config = for_one_process(resolve(finished.folder.config))
+    config = for_one_process(finished.config)
     if not config.model.is_sequence:
         raise RowmeshError(f"{run} is a run of {config.model.name}, which scores samples; rowmesh predict reads it")
     data = SequenceData.open(moved_to or config.data.folder, config.model.sequence, verify=verify)
