@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from rowmesh.run.networks import network_dtype
 from rowmesh.run.placement import Placement
 from rowmesh.run.precision import check_precision
 from rowmesh.run.preflight import check_memory
+from rowmesh.run.section import shared
 from rowmesh.run.splits import check_same_data
 from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs, with_own_stores
@@ -140,13 +142,6 @@ def _linear(config: Config, mesh: Mesh, network: nn.Module, task: Task) -> FastL
 
 
 def _tiers(config: Config) -> Tiers:
-    tiers = config.tiers
-    return Tiers(
-        fast_share=tiers.fast_share,
-        fast_rows=tiers.fast_rows,
-        folder=Path(tiers.folder) if tiers.folder else None,
-        threads=tiers.threads,
-        direct=tiers.direct,
-        verify=config.pipeline.verify,
-        timeout_s=config.parallel.timeout_s,
-    )
+    folder = Path(config.tiers.folder) if config.tiers.folder else None
+    given: dict[str, Any] = shared(config.tiers, Tiers) | {"folder": folder}
+    return Tiers(**given, verify=config.pipeline.verify, timeout_s=config.parallel.timeout_s)

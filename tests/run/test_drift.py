@@ -18,6 +18,7 @@ from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 from rowmesh.run import drift as module
 from rowmesh.run.commands import run_evaluation, run_training
+from rowmesh.run.config import DriftConfig
 from rowmesh.run.drift import Drift
 from rowmesh.run.resolve import resolve
 from rowmesh.run.run_folder import RunFolder
@@ -48,7 +49,7 @@ def train(mesh, transport, moves, follows):
     if mesh.rank == 0:
         request = Request(batch_size=64, mode="infer", extra_memory=0.1)
         planner = Planner(plan, "cyclic", Topology.uniform(2), request)
-    drift = Drift(collection, planner, check_every=CHECK_EVERY, sample_every=2) if follows else None
+    drift = Drift(collection, planner, DriftConfig(check_every=CHECK_EVERY, sample_every=2)) if follows else None
     messages = []
     for step in range(NUM_STEPS):
         batch = a_batch(mesh.rank, step, moves)
@@ -102,7 +103,7 @@ def test_traffic_that_stays_moves_nothing(ranks):
 )
 def test_a_plan_that_cannot_be_taken_over_is_reported_and_left(monkeypatch, storage, why):
     collection = EmbeddingCollection([replace(TABLES[0], storage=storage)])
-    plan, drift = collection.plan, Drift(collection, None)
+    plan, drift = collection.plan, Drift(collection, None, DriftConfig())
     monkeypatch.setattr(ShardGroups, "allocate", no_room)
     assert drift._follow(Proposal(plan, "a new plan")).startswith(f"; a new plan: not taken over, {why}")
     assert collection.plan is plan
@@ -118,7 +119,7 @@ def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypat
         planner = Planner(job.embeddings.plan, "cyclic", Topology.uniform(1), Request(batch_size=64))
         monkeypatch.setattr(planner, "_propose", lambda sketch: time.sleep(0.3))
         planner.begin()
-        return Drift(job.embeddings, planner)
+        return Drift(job.embeddings, planner, DriftConfig())
 
     def fail(trainer, batch):
         raise RowmeshError("no more")

@@ -24,6 +24,7 @@ from rowmesh.run.fingerprint import Fingerprint, digest_values
 from rowmesh.run.graphs import Network
 from rowmesh.run.job import Job
 from rowmesh.run.own_model import OwnModel
+from rowmesh.run.section import shared
 from rowmesh.run.sequence.batches import Draws, SequencePart, SequenceStep, StepLoader
 from rowmesh.run.sequence.data import ITEM, SCORED, SequenceData
 from rowmesh.run.sequence.evaluation import USERS, RankingEvaluation, evaluate_ranking, ranking_table
@@ -86,22 +87,8 @@ class SequenceTask:
 
     def make_network(self, tables: Sequence[TableSpec]) -> tuple[nn.Module, OwnModel | None]:
         """The encoder."""
-        options = self.options
-        encoder = SequenceEncoder(
-            cast(Kind, self.config.model.name),
-            dim=tables[0].dim,
-            num_blocks=options.num_blocks,
-            num_heads=options.num_heads,
-            max_length=options.max_length,
-            dropout=options.dropout,
-            scale=options.scale,
-            request_time=options.request_time,
-            ffn_dim=options.ffn_dim,
-            time=options.time,
-            time_unit=options.time_unit,
-            learned_positions=options.learned_positions,
-        )
-        return encoder, None
+        kind = cast(Kind, self.config.model.name)
+        return SequenceEncoder(kind, dim=tables[0].dim, **shared(self.options, SequenceEncoder)), None
 
     def network_bytes(self, world_size: int, *, trains: bool) -> int:
         """Parameters, gradients and state; what a batch leaves in it is not known."""
