@@ -13,7 +13,6 @@ import torch
 import rowmesh
 from rowmesh._support.files.secrets import places_of_passwords
 from rowmesh.data.prepared import Prepared, Split
-from rowmesh.data.raw import RawData
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
@@ -23,6 +22,7 @@ from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.job import Job
 from rowmesh.run.metrics import Metrics, binary_entropy
 from rowmesh.run.schedule import factor
+from rowmesh.run.table_data import TableData
 from rowmesh.run.targets import Target, is_click
 from rowmesh.run.task import Task
 from rowmesh.run.value_metrics import ValueMetrics
@@ -56,7 +56,7 @@ def describe(job: Job, task: Task) -> list[str]:
 
 def describe_training(job: Job, task: Task, total_steps: int | None) -> list[str]:
     """Lines on what only training needs: the network's optimizer, the steps, the evaluations."""
-    data, optimizer = job.config.data, job.config.optimizer
+    optimizer = job.config.optimizer
     schedule = job.config.schedule.name
     facts = [
         (
@@ -64,20 +64,19 @@ def describe_training(job: Job, task: Task, total_steps: int | None) -> list[str
             f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
         ),
         *(("loss", text) for text in [task.describe_loss(job)] if text),
-        ("steps", _steps(job, total_steps)),
+        *task.describe_steps(total_steps),
     ]
-    if not isinstance(job.data, RawData) and data.test not in job.data.splits:
-        facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
     lines = [f"{name:<10}{text}" for name, text in facts]
     return lines + _warn_of_warmup(job.config.schedule, total_steps)
 
 
-def _steps(job: Job, total_steps: int | None) -> str:
-    size = f"of {chosen(job.config.data.batch_size):,} samples each"
-    if isinstance(job.data, RawData):
-        until = "for ever" if job.data.follow else "until there are no more rows"
-        return f"{until if total_steps is None else f'{total_steps:,} at most'}, {size}"
-    return f"{total_steps:,} {size}, {job.config.train.epochs} epoch(s) at most"
+def steps_of_splits(config: Config, data: TableData, total_steps: int | None) -> list[tuple[str, str]]:
+    """Lines on steps over the samples of a split, and on a split for the end that there is not."""
+    size = f"of {chosen(config.data.batch_size):,} samples each"
+    lines = [("steps", f"{total_steps:,} {size}, {config.train.epochs} epoch(s) at most")]
+    if config.data.test not in data.splits:
+        lines.append(("test", f"none: {data.folder} has no split {config.data.test!r}"))
+    return lines
 
 
 def _warn_of_warmup(schedule: ScheduleConfig, total_steps: int | None) -> list[str]:

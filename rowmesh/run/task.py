@@ -212,6 +212,10 @@ class Task(Protocol):
         """Lines on the data."""
         ...
 
+    def describe_steps(self, total_steps: int | None) -> list[tuple[str, str]]:
+        """Lines on the steps, at most so many, and on what is not evaluated after them."""
+        ...
+
     def describe_loss(self, job: Job) -> str:
         """What the loss is made of; "" where it is the log-loss."""
         ...

@@ -24,6 +24,7 @@ from rowmesh.run.fingerprint import Fingerprint, digest_values
 from rowmesh.run.graphs import Network
 from rowmesh.run.job import Job
 from rowmesh.run.own_model import OwnModel
+from rowmesh.run.report import steps_of_splits
 from rowmesh.run.section import shared
 from rowmesh.run.sequence.batches import Draws, SequencePart, SequenceStep, StepLoader
 from rowmesh.run.sequence.data import ITEM, SCORED, SequenceData
@@ -217,6 +218,10 @@ class SequenceTask:
                 f"model.options.max_length={options.max_length}"
             )
         return [("data", line) for line in lines]
+
+    def describe_steps(self, total_steps: int | None) -> list[tuple[str, str]]:
+        """Epochs over the users."""
+        return steps_of_splits(self.config, self.data, total_steps)
 
     def describe_loss(self, job: Job) -> str:
         """The loss, and what it compares with."""
