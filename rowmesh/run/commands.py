@@ -1,7 +1,7 @@
-"""What the commands `train` and `evaluate` do: the list of their phases.
+"""The commands `train` and `evaluate`, as lists of their phases.
 
-Each phase takes values and returns one; `rowmesh.run.phases` has them in this order. One that holds something for the
-phases after it, the ranks, the run's folder or the tables, is a block, which gives it back however they end.
+Each phase takes values and returns one; `rowmesh.run.phases` has them in this order. A phase is a block where it holds
+something for those after it, the ranks, the run's folder or the tables, and gives it back however they end.
 """
 
 from __future__ import annotations

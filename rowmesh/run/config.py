@@ -29,7 +29,7 @@ from rowmesh.tables import Tiers
 T = TypeVar("T", int, float)
 MODELS = ("dlrm", *NAMED, *KINDS)
 Objective = Literal["clicks", "retrieval", "next item"]
-"""What a model is trained for: labels of samples; items told from the others of a batch; the item after each event."""
+"""A model is trained for labels of samples, for items among the others of a batch, or for the item after each event."""
 
 
 def chosen(value: T | Auto) -> T:
@@ -158,7 +158,7 @@ class ModelConfig(Section):
 
     @property
     def objective(self) -> Objective:
-        """What it is trained for."""
+        """It is trained for this."""
         if self.name in KINDS:
             return "next item"
         return "retrieval" if self.name == "two_tower" and self.options.get("loss") == IN_BATCH else "clicks"

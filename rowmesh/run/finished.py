@@ -29,7 +29,7 @@ class FinishedRun:
 
     @cached_property
     def config(self) -> Config:
-        """What it was trained with, every auto decided."""
+        """It was trained with this, every auto decided."""
         return resolve(self.folder.config)
 
     @staticmethod

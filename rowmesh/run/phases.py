@@ -1,6 +1,6 @@
 """The phases of a run, in the order in which `rowmesh.run.commands` goes through them.
 
-Each takes values and returns one. Those that take a mesh, a job or a trainer are collective: every rank calls them.
+Each takes values and returns one. Every rank calls them: all that take a mesh, a job or a trainer are collective.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def describe_run(trainer: Trainer, choices: Sequence[str], console: Console) -> 
 
 
 def fingerprint(task: Task, mesh: Mesh) -> Fingerprint:
-    """What the ids of the data mean: before training, as at its end the data may be elsewhere."""
+    """Says what the ids of the data mean: before training, since at its end the data may be elsewhere."""
     return on_rank_0(mesh, SETTING_UP, task.fingerprint)
 
 
@@ -269,7 +269,7 @@ def evaluate_test_split(trainer: Trainer, run: RunFolder, console: Console) -> E
 
 
 def reopen_task(finished: FinishedRun, overrides: Sequence[str], *, verify: bool, trust: bool) -> Task:
-    """What is done with data by the model of a run.
+    """Opens the data for the model of a run, and says what is done with them.
 
     Args:
         finished: the run.

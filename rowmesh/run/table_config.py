@@ -58,7 +58,7 @@ class InitializerConfig(Section):
 
 
 class TensorTrainConfig(Section):
-    """What tensor-train tables are like: keys of `rowmesh.tables.TensorTrain`, and which tables they are.
+    """The shape of tensor-train tables: keys of `rowmesh.tables.TensorTrain`, and which tables they are.
 
     Attributes:
         min_rows: tables at least so large are tensor-train tables, where their `storage` is auto.
@@ -75,7 +75,7 @@ class TensorTrainConfig(Section):
 
 
 class DynamicConfig(Section):
-    """What dynamic tables hold, whom they admit and whom they evict: keys of `rowmesh.tables.Dynamic`.
+    """The rules by which dynamic tables hold, admit and evict ids: keys of `rowmesh.tables.Dynamic`.
 
     Attributes:
         eviction: as there; the number of score is that in a column of raw data that the schema names.
