@@ -234,7 +234,7 @@ def run_plan(
             "hashes of ids say where rows are"
         )
     data = open_data(config)
-    config, _ = task_of(config, data).choose_defaults()  # plans depend on the batch size
+    config = task_of(config, data)[0].config  # plans depend on the batch size
     question = _Question(config, title, options, outputs, replication, data)
     if not links.measure:
         question.answer(links.stated(config))

@@ -1,4 +1,4 @@
-"""Unshared: whether the tensors that a backward is given are its own alone, and stay as they are when it leaves them."""
+"""Unshared: whether the tensors that a backward is given are its own alone, and stay as it leaves them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rowmesh.checkpoint.writer import Rules
 from rowmesh.run.section import AUTO, Auto, Count, Folder, Positive, Section
+
+RULES = Rules()
 
 
 class CheckpointConfig(Section):
@@ -15,14 +18,9 @@ class CheckpointConfig(Section):
     Attributes:
         every_steps: steps between two checkpoints; 0: none by steps.
         every_minutes: minutes between two checkpoints, by the clock of rank 0; 0: none by time.
-        keep_last: how many of the newest stay.
-        keep_every: those after a multiple of so many steps stay besides; 0: none does.
-        asynchronous: whether training goes on while one is written; else it waits.
-        copy_bytes: memory of each rank for copies of rows ahead of the disk, with `asynchronous`; with less than the
-            rows take, steps save more of them before they update them; auto: a quarter of what is available, shared by
-            the ranks of a host.
-        incremental: after a full one, so many that have only the rows that changed since the one before; 0: all are
-            full.
+        keep_last, keep_every, asynchronous, incremental: see `rowmesh.checkpoint.writer.Rules`.
+        copy_bytes: as there, with `asynchronous`, and auto in the place of None; with less than the rows take, steps
+            save more of them before they update them.
         folder: where they are; empty: `checkpoints` in the run's folder.
         on_failure: what a checkpoint that cannot be written does: a line, and training goes on (continue), or the run
             ends (stop).
@@ -31,11 +29,11 @@ class CheckpointConfig(Section):
 
     every_steps: Count = 0
     every_minutes: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
-    keep_last: Positive = 2
-    keep_every: Count = 0
-    asynchronous: bool = False
+    keep_last: Positive = RULES.keep_last
+    keep_every: Count = RULES.keep_every
+    asynchronous: bool = RULES.asynchronous
     copy_bytes: Annotated[int, Field(ge=0, lt=2**63)] | Auto = AUTO
-    incremental: Count = 0
+    incremental: Count = RULES.incremental
     folder: Folder = ""
     on_failure: Literal["continue", "stop"] = "continue"
     grace_s: Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)] = 25.0

@@ -14,7 +14,7 @@ from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.fingerprint import Fingerprint, fingerprint
 from rowmesh.run.job import Job
 from rowmesh.run.labelled_task import LabelledTask, as_clicks
-from rowmesh.run.report import click_data, results
+from rowmesh.run.report import click_data, results, steps_of_splits
 from rowmesh.run.splits import check_file, check_split, check_training_splits, training_source, validation_source
 from rowmesh.run.stopping import EarlyStopping
 from rowmesh.run.targets import is_click, targets_of
@@ -80,6 +80,10 @@ class ClickTask(LabelledTask[Prepared]):
     def describe(self, job: Job) -> list[tuple[str, str]]:
         """Splits, features and how dense ones were transformed."""
         return click_data(job.clicks)
+
+    def describe_steps(self, total_steps: int | None) -> list[tuple[str, str]]:
+        """Epochs over the training split."""
+        return steps_of_splits(self.config, self.data, total_steps)
 
     def results(self, split: str, evaluation: Evaluation) -> list[str]:
         """Beside the base rate and what is planted."""

@@ -1,6 +1,7 @@
 """What a training run is: every section and key of its TOML file, with their defaults.
 
-Nothing is derived here; `rowmesh.run.resolve` reads files and overrides, and reports mistakes.
+Nothing is derived here; `rowmesh.run.resolve` reads files and overrides, and reports mistakes. A key that a class of
+the library has, too, is declared there: the section takes its default, and `rowmesh.run.section.shared` hands it on.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rowmesh._support.suggest import hint
 from rowmesh.data.raw import is_server
+from rowmesh.mesh.synchronization import Mode, Synchronization
 from rowmesh.models.named import NAMED
 from rowmesh.models.sequence import KINDS
 from rowmesh.models.two_tower import IN_BATCH
+from rowmesh.pipeline.cutter import Clustering, Sizes
+from rowmesh.placement.request import Objective as PlanObjective
+from rowmesh.placement.request import Request
 from rowmesh.run.checkpoint_config import CheckpointConfig
 from rowmesh.run.publish_config import PublishConfig
 from rowmesh.run.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section, Source
 from rowmesh.run.sequence.options import SequenceOptions
 from rowmesh.run.table_config import TablesConfig
+from rowmesh.tables import Tiers
 
 T = TypeVar("T", int, float)
 MODELS = ("dlrm", *NAMED, *KINDS)
+Objective = Literal["clicks", "retrieval", "next item"]
+"""A model is trained for labels of samples, for items among the others of a batch, or for the item after each event."""
 
 
 def chosen(value: T | Auto) -> T:
@@ -149,14 +157,16 @@ class ModelConfig(Section):
         return self.name == "dlrm"
 
     @property
-    def is_sequence(self) -> bool:
-        """Whether it ranks items after a sequence of events."""
-        return self.name in KINDS
+    def objective(self) -> Objective:
+        """It is trained for this."""
+        if self.name in KINDS:
+            return "next item"
+        return "retrieval" if self.name == "two_tower" and self.options.get("loss") == IN_BATCH else "clicks"
 
     @property
-    def retrieves(self) -> bool:
-        """Whether it is trained by a softmax over the items of a batch, and ranks items."""
-        return self.name == "two_tower" and self.options.get("loss") == IN_BATCH
+    def is_sequence(self) -> bool:
+        """Whether it ranks items after a sequence of events."""
+        return self.objective == "next item"
 
     @property
     def sequence(self) -> SequenceOptions:
@@ -293,8 +303,8 @@ class ParallelConfig(Section):
     transport: Literal["auto", "collective", "one_sided"] = "auto"
     timeout_s: Annotated[float, Field(ge=1.0, le=1e7, allow_inf_nan=False)] = 300.0
     replicas: Positive | Literal["auto"] = 1
-    synchronization: Literal["exact", "average"] = "exact"
-    sync_every: Positive = 1
+    synchronization: Mode = Synchronization.mode
+    sync_every: Positive = Synchronization.every
     together: Literal["auto", "shards", "replicas"] = "auto"
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -306,40 +316,33 @@ class ParallelConfig(Section):
 
 
 class TiersConfig(Section):
-    """Where tiered tables keep their rows.
+    """Where tiered tables keep their rows: keys of `rowmesh.tables.Tiers`.
 
     Attributes:
-        fast_share: of a rank's rows, how many fit into fast memory.
-        fast_rows: fewest rows that do, where there are as many: batches in sight must fit.
-        folder: where files of rows are made, on each host; empty: in memory.
-        threads: that read a file, and as many that write it.
-        direct: whether files are read and written past the system's page cache.
+        folder: as there, on each host; empty: in memory.
     """
 
-    fast_share: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.25
-    fast_rows: Positive = 65_536
+    fast_share: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = Tiers.fast_share
+    fast_rows: Positive = Tiers.fast_rows
     folder: Folder = ""
-    threads: Positive = 4
-    direct: bool = False
+    threads: Positive = Tiers.threads
+    direct: bool = Tiers.direct
 
 
 class PipelineConfig(Section):
-    """Work that overlaps with the computation of a batch. Every choice trains the same model.
+    """Work that overlaps with the computation of a batch, by `rowmesh.Pipeline`. Every choice trains the same model.
 
     Attributes:
         depth: batches that are read, routed and requested from the owners of their rows ahead; auto: chosen by measured
             first steps.
         micro_batches: parts in which a batch is computed while rows come and gradients go; auto: likewise.
-        exchange: how rows travel with micro-batches: delta (each once), naive (with each that has them; on a CPU) or
-            unsplit (all with the first, gradients with the last). In messages naive adds gradients up in another order,
-            so that transports agree to 1e-6 and not to the bit.
-        final_rows: whether rows that the batch before does not touch come during it.
+        exchange, final_rows, verify: see `rowmesh.Pipeline`. naive is for a CPU; in messages it adds gradients up in
+            another order, so that transports agree to 1e-6 and not to the bit.
         sizes: of micro-batches: even, or light_ends (small where nothing hides the exchange).
         communication_share: what light_ends suppose communication to take of a step done in turn; or auto: what it
             takes of measured first steps.
         clustering: of samples into micro-batches: off, greedy (those that share rows meet) or light_ends (and those
             whose rows most others have are in the first and the last).
-        verify: whether every row that is read must be the one that steps in turn would read; on a CPU.
         trace: whether the run's folder gets a `trace.json` of the last steps, for Perfetto; what a device does by its
             own clock.
     """
@@ -348,9 +351,9 @@ class PipelineConfig(Section):
     micro_batches: Annotated[int, Field(ge=1, le=31)] | Literal["auto"] = 1
     exchange: Literal["delta", "naive", "unsplit"] = "delta"
     final_rows: bool = True
-    sizes: Literal["even", "light_ends"] = "even"
+    sizes: Sizes = "even"
     communication_share: Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"] = 0.4
-    clustering: Literal["off", "greedy", "light_ends"] = "off"
+    clustering: Clustering = "off"
     verify: bool = False
     trace: bool = False
 
@@ -383,7 +386,7 @@ class DriftConfig(Section):
     Attributes:
         enabled: whether traffic is measured; auto: where the plan copies rows.
         check_every: steps between checks.
-        sample_every: steps between batches of which a new plan is made.
+        sample_every: steps between batches that the planner sees.
         min_coverage: share of the planned coverage of accesses by copies below which a new plan is made.
         min_balance: share of the planned balance over ranks below which a new plan is made.
     """
@@ -402,18 +405,16 @@ class PlacementConfig(Section):
         plan: a file that `rowmesh plan` made for these tables and as many ranks.
         strategy: makes a plan at the start of a run, and is the default of `rowmesh plan`.
         topology: a shipped topology or a file; empty: the ranks of the run, links between hosts dearer than within.
-        extra_memory: memory for copies, as a share of what a rank holds without any.
-        objective: what a plan makes least, summed over or greatest of the links.
-        fetch_weight: what a fetched byte costs in a training step, relative to a byte of gradients.
+        extra_memory, objective, fetch_weight: of a strategy; see `rowmesh.placement.request.Request`.
         drift: when a new plan is made while training.
     """
 
     plan: Folder = ""
     strategy: str = ""
     topology: Folder = ""
-    extra_memory: Rate = 0.05
-    objective: Literal["auto", "total", "slowest_link"] = "auto"
-    fetch_weight: Factor = 1.0
+    extra_memory: Rate = Request.extra_memory
+    objective: PlanObjective = Request.objective
+    fetch_weight: Factor = Request.fetch_weight
     drift: DriftConfig = DriftConfig()
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ from rowmesh.placement import Plan
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
 from rowmesh.placement.strategies import STRATEGIES
 from rowmesh.run.checks import SETTING_UP
+from rowmesh.run.config import DriftConfig
 from rowmesh.run.job import Job
 from rowmesh.run.placement import problem_of, run_topology
 from rowmesh.sparse import SparseBatch
@@ -38,28 +39,20 @@ class Drift:
     Args:
         collection: whose traffic is measured.
         planner: on rank 0, for whose plans all ranks wait; others have none.
+        rules: when traffic is looked at, and which plan it does not fit.
         predicted: what the plan was made for; None: what the first interval measures.
-        check_every: steps between checks.
-        sample_every: steps between batches that the planner sees.
-        min_coverage: share of the predicted coverage below which a new plan is made.
-        min_balance: share of the predicted balance below which a new plan is made.
     """
 
     def __init__(
         self,
         collection: EmbeddingCollection,
         planner: Planner | None,
+        rules: DriftConfig,
         predicted: Fit | None = None,
-        *,
-        check_every: int = 1000,
-        sample_every: int = 8,
-        min_coverage: float = 0.9,
-        min_balance: float = 0.9,
     ) -> None:
         self.predicted, self.measured = predicted, predicted
         self._collection, self._planner = collection, planner
-        self._check_every, self._sample_every = check_every, sample_every
-        self._shares = (min_coverage, min_balance)
+        self._rules = rules
         self._traffic = collection.engine.traffic = Traffic(collection.mesh.world_size)
         dense = [table for table in collection.tables if table.storage != "tensor_train"]
         self._tables = {feature: table.name for table in dense for feature in table.features}
@@ -69,9 +62,9 @@ class Drift:
     def after_step(self, batch: SparseBatch) -> str:
         """To be called between two steps; returns a message, mostly empty. Collective: every rank calls it."""
         self._step += 1
-        if self._planner is not None and self._step % self._sample_every == 0:
+        if self._planner is not None and self._step % self._rules.sample_every == 0:
             self._planner.watch(self._ids_by_table(batch), batch.batch_size)
-        return "" if self._step % self._check_every else self._check()
+        return "" if self._step % self._rules.check_every else self._check()
 
     def state_dict(self) -> dict[str, Any]:
         """What a run that is resumed goes on with, in plain values; a plan that is being made is made anew then."""
@@ -115,7 +108,8 @@ class Drift:
             return ""
         self.measured = fit
         self.predicted = self.predicted or fit
-        was_short, self._reason = bool(self._reason), fit.shortfall(self.predicted, *self._shares)
+        least = self._rules.min_coverage, self._rules.min_balance
+        was_short, self._reason = bool(self._reason), fit.shortfall(self.predicted, *least)
         if planner is not None:
             if self._reason and was_short:
                 planner.begin()
@@ -195,5 +189,4 @@ def _configured(job: Job) -> Drift | None:
         wanted = job.config.placement.strategy or plan.strategy
         strategy = wanted if wanted in STRATEGIES else "auto"
         planner = Planner(plan, strategy, problem.topology, problem.request)
-    limits = config.model_dump(exclude={"enabled"})
-    return Drift(job.embeddings, planner, predicted, **limits)
+    return Drift(job.embeddings, planner, config, predicted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from rowmesh import checkpoint
@@ -11,6 +12,7 @@ from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.data.raw import RawData
 from rowmesh.errors import DataError, RowmeshError
+from rowmesh.run.config import Config
 from rowmesh.run.fingerprint import Fingerprint, fingerprint, mismatch, raw_fingerprint
 from rowmesh.run.raw import open_raw
 from rowmesh.run.report import model_text
@@ -24,6 +26,11 @@ class FinishedRun:
 
     folder: RunFolder
     manifest: checkpoint.Manifest
+
+    @cached_property
+    def config(self) -> Config:
+        """It was trained with this, every auto decided."""
+        return resolve(self.folder.config)
 
     @staticmethod
     def open(run: Path) -> FinishedRun:
@@ -57,7 +64,7 @@ class FinishedRun:
 
     def scored_data(self, moved_to: Path | None = None, *, verify: bool = True) -> Prepared | RawData:
         """The data of the training, as far as they say how raw rows become samples. See `data`."""
-        config = resolve(self.folder.config)
+        config = self.config
         if config.model.is_sequence:
             raise RowmeshError(
                 f"{self.folder.path} is a run of {config.model.name}, which ranks items after events and scores no "

@@ -1,4 +1,4 @@
-"""Job: the pieces of a run that training and evaluation share."""
+"""Job: the tables and the network of a run, set up on its ranks, with which a task computes."""
 
 from __future__ import annotations
 
@@ -21,39 +21,33 @@ from rowmesh.run.precision import computing_in
 from rowmesh.run.splits import Part
 from rowmesh.run.table_data import TableData
 from rowmesh.run.targets import Target, total_loss
-from rowmesh.run.task import Task
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A run, set up: made from a configuration, a data set and a mesh.
+    """A run, set up: made of a task on a mesh by `rowmesh.run.build`.
 
     Attributes:
         config: the resolved configuration.
         mesh: the ranks.
-        data: the prepared data set.
+        data: what is read.
+        targets: what is predicted, one for each label; none of sequences.
         embeddings: the tables.
         network: the dense network, the same on every rank.
         placement: which ranks hold each row, and why.
         linear: how the network's linear layers are computed.
-        task: what is predicted, and how that is computed and judged.
         own: the network and its loss, where it takes vectors by feature: all but DLRM over tables of one dim.
     """
 
     config: Config
     mesh: Mesh
     data: TableData
+    targets: tuple[Target, ...]
     embeddings: EmbeddingCollection
     network: nn.Module
     placement: Placement
     linear: FastLinear
-    task: Task
     own: OwnModel | None = None
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """What it predicts, one for each label; nothing of sequences."""
-        return self.task.targets
 
     @property
     def clicks(self) -> Prepared:

@@ -15,7 +15,6 @@ from rowmesh.data.raw import RawData
 from rowmesh.ops.linear import Shape
 from rowmesh.run.checks import check_batch
 from rowmesh.run.config import Config, chosen
-from rowmesh.run.defaults import choose_defaults
 from rowmesh.run.graphs import Network
 from rowmesh.run.job import Job
 from rowmesh.run.network_memory import network_bytes
@@ -54,10 +53,6 @@ class LabelledTask(Generic[Data]):
     def is_relative(self) -> bool:
         """A log-loss is in nats, another loss of any scale."""
         return not is_click(self.targets)
-
-    def choose_defaults(self) -> tuple[Config, list[str]]:
-        """See `rowmesh.run.defaults`."""
-        return choose_defaults(self.config, self.data)
 
     def make_network(self, tables: Sequence[TableSpec]) -> tuple[nn.Module, OwnModel | None]:
         """DLRM, or a model that takes vectors by feature."""

@@ -20,6 +20,7 @@ from rowmesh.run.best import BestModel
 from rowmesh.run.checkpoints import Checkpoints
 from rowmesh.run.checks import naming_lost_peers
 from rowmesh.run.config import chosen
+from rowmesh.run.console import Console
 from rowmesh.run.drift import Drift, configured_drift
 from rowmesh.run.gradients import saved_buffers
 from rowmesh.run.interval import Interval
@@ -37,7 +38,7 @@ PAUSE_EVERY = 64
 """Steps after which a pipeline over dynamic tables has nothing under way: a checkpoint may have been asked for."""
 
 
-def train(trainer: Trainer, run: RunFolder, publications: Publications) -> None:
+def train(trainer: Trainer, run: RunFolder, publications: Publications, console: Console) -> None:
     """Trains for the configured steps, evaluating now and then, and writes checkpoints and versions as configured.
 
     With `train.patience` it stops early, and the best model is taken back. Collective: every rank calls it.
@@ -46,6 +47,7 @@ def train(trainer: Trainer, run: RunFolder, publications: Publications) -> None:
         trainer: does the steps; goes on from where it is.
         run: the folder.
         publications: versions for who serves.
+        console: shows how far the run is, and what happens.
 
     Raises:
         Preempted: a rank got SIGTERM or SIGUSR1, and a checkpoint is written.
@@ -53,7 +55,7 @@ def train(trainer: Trainer, run: RunFolder, publications: Publications) -> None:
     """
     job = trainer.job
     with (
-        RunLog(job, run, trainer.total_steps, trainer.step) as log,
+        RunLog(job, run, console.progress(trainer.total_steps), trainer.step) as log,
         naming_lost_peers(job.mesh, "training"),
         configured_drift(job) as drift,
         trainer.requests.heeding_signals(),
@@ -196,7 +198,7 @@ class _Loop:
         """Evaluates the validation split, and keeps the model if that is the best. Steps are not charged for it."""
         trainer, stopping, split = self._trainer, self._trainer.stopping, self._config.data.validation
         with self._interval.paused():
-            metrics = self._job.task.validate(self._job)
+            metrics = trainer.task.validate(self._job)
             is_better = stopping.add(trainer.step, metrics.loss)
             if stopping.patience and is_better and trainer.step != trainer.total_steps:
                 self._best.keep(trainer.step, trainer.state_dict())

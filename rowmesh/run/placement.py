@@ -21,6 +21,7 @@ from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import compare_replicas
 from rowmesh.placement.unseen import smoothed
 from rowmesh.run.config import Config, ParallelConfig, chosen
+from rowmesh.run.section import shared
 from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs
 from rowmesh.tables.spec import names_of
@@ -147,13 +148,7 @@ def problem_of(
 
 def request_of(config: Config, world_size: int) -> Request:
     """The request that a configuration makes of a plan."""
-    placement = config.placement
-    return Request(
-        batch_size=-(-chosen(config.data.batch_size) // world_size),
-        extra_memory=placement.extra_memory,
-        objective=placement.objective,
-        fetch_weight=placement.fetch_weight,
-    )
+    return Request(batch_size=-(-chosen(config.data.batch_size) // world_size), **shared(config.placement, Request))
 
 
 def shapes_of(config: Config, data: TableData) -> list[TableShape]:

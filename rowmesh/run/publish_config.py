@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rowmesh.publish.opening import split_url
 from rowmesh.run.section import Count, Positive, Section
+from rowmesh.tables.dynamic.stores import Retry
 
 
 def _target(url: str) -> str:
@@ -37,7 +38,7 @@ class PublishConfig(Section):
     whole_every: Positive = 10
     keep_last: Positive = 3
     on_failure: Literal["continue", "stop"] = "continue"
-    retry_s: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 30.0
+    retry_s: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = Retry.for_s
 
     @property
     def is_on(self) -> bool:

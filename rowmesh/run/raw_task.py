@@ -116,6 +116,12 @@ class RawTask(LabelledTask[RawData]):
             lines.append(("dense", f"transform {data.schema.dense_transform}; missing values read as 0"))
         return lines
 
+    def describe_steps(self, total_steps: int | None) -> list[tuple[str, str]]:
+        """Rows are read once."""
+        until = "for ever" if self.data.follow else "until there are no more rows"
+        most = until if total_steps is None else f"{total_steps:,} at most"
+        return [("steps", f"{most}, of {chosen(self.config.data.batch_size):,} samples each")]
+
     def results(self, split: str, evaluation: Evaluation) -> list[str]:
         """Beside the base rate."""
         return results(split, evaluation, None)

@@ -13,7 +13,6 @@ import torch
 import rowmesh
 from rowmesh._support.files.secrets import places_of_passwords
 from rowmesh.data.prepared import Prepared, Split
-from rowmesh.data.raw import RawData
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.models import DLRM, ProjectedDLRM
 from rowmesh.placement.text import bytes_text
@@ -23,7 +22,9 @@ from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.job import Job
 from rowmesh.run.metrics import Metrics, binary_entropy
 from rowmesh.run.schedule import factor
+from rowmesh.run.table_data import TableData
 from rowmesh.run.targets import Target, is_click
+from rowmesh.run.task import Task
 from rowmesh.run.value_metrics import ValueMetrics
 from rowmesh.tables import Tiers
 from rowmesh.tables.spec import names_of
@@ -35,13 +36,13 @@ _CRITERIA = {
 }
 
 
-def describe(job: Job) -> list[str]:
+def describe(job: Job, task: Task) -> list[str]:
     """Lines on device, data, placement, tables, transport, network and memory. Collective: every rank calls it."""
     memory = memory_of_every_rank(job)
     facts = [
         ("ranks", _ranks(job)),
         ("device", _device(job)),
-        *job.task.describe(job),
+        *task.describe(job),
         ("plan", job.placement.text),
         *(("replicas", text) for text in _replicas(job)),
         ("transport", f"{job.embeddings.transport}: {job.embeddings.transport_reason}"),
@@ -53,30 +54,29 @@ def describe(job: Job) -> list[str]:
     return [f"{name:<10}{text}" for name, text in facts]
 
 
-def describe_training(job: Job, total_steps: int | None) -> list[str]:
+def describe_training(job: Job, task: Task, total_steps: int | None) -> list[str]:
     """Lines on what only training needs: the network's optimizer, the steps, the evaluations."""
-    data, optimizer = job.config.data, job.config.optimizer
+    optimizer = job.config.optimizer
     schedule = job.config.schedule.name
     facts = [
         (
             "optimizer",
             f"{optimizer.name} lr {chosen(optimizer.lr):g} for the network, {schedule} schedule",
         ),
-        *(("loss", text) for text in [job.task.describe_loss(job)] if text),
-        ("steps", _steps(job, total_steps)),
+        *(("loss", text) for text in [task.describe_loss(job)] if text),
+        *task.describe_steps(total_steps),
     ]
-    if not isinstance(job.data, RawData) and data.test not in job.data.splits:
-        facts.append(("test", f"none: {job.data.folder} has no split {data.test!r}"))
     lines = [f"{name:<10}{text}" for name, text in facts]
     return lines + _warn_of_warmup(job.config.schedule, total_steps)
 
 
-def _steps(job: Job, total_steps: int | None) -> str:
-    size = f"of {chosen(job.config.data.batch_size):,} samples each"
-    if isinstance(job.data, RawData):
-        until = "for ever" if job.data.follow else "until there are no more rows"
-        return f"{until if total_steps is None else f'{total_steps:,} at most'}, {size}"
-    return f"{total_steps:,} {size}, {job.config.train.epochs} epoch(s) at most"
+def steps_of_splits(config: Config, data: TableData, total_steps: int | None) -> list[tuple[str, str]]:
+    """Lines on steps over the samples of a split, and on a split for the end that there is not."""
+    size = f"of {chosen(config.data.batch_size):,} samples each"
+    lines = [("steps", f"{total_steps:,} {size}, {config.train.epochs} epoch(s) at most")]
+    if config.data.test not in data.splits:
+        lines.append(("test", f"none: {data.folder} has no split {config.data.test!r}"))
+    return lines
 
 
 def _warn_of_warmup(schedule: ScheduleConfig, total_steps: int | None) -> list[str]:

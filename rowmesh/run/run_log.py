@@ -44,14 +44,14 @@ class RunLog:
     Args:
         job: what is trained.
         run: where to write.
-        total_steps: for the progress bar; None: nobody knows.
+        progress: shows how far the run is.
         after: the step that the run goes on from; 0: it begins.
     """
 
-    def __init__(self, job: Job, run: RunFolder, total_steps: int | None, after: int = 0) -> None:
+    def __init__(self, job: Job, run: RunFolder, progress: Progress, after: int = 0) -> None:
         first = job.mesh.rank == 0
         self._open = ExitStack()
-        self.progress = self._open.enter_context(Progress(total_steps, enabled=first))
+        self.progress = self._open.enter_context(progress)
         log = self.progress.write
         self._metrics = self._open.enter_context(JsonLines(run.metrics if first else None, log, goes_on=after > 0))
         self._lines = self._open.enter_context(JsonLines(run.counters if first else None, log, goes_on=after > 0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -34,3 +36,13 @@ class Section(BaseModel):
     """A TOML table: unknown keys are errors, values are not converted between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def shared(section: Section, kind: Callable[..., object]) -> dict[str, Any]:
+    """The values of those keys of a section that are arguments of a class of the library, too, by the same names.
+
+    Such a key is declared in the library, which says what it means: the section has its default from there, and adds
+    what values may be.
+    """
+    names = signature(kind).parameters.keys() & type(section).model_fields.keys()
+    return {name: getattr(section, name) for name in names}

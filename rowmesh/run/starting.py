@@ -10,7 +10,6 @@ from rowmesh.run.config import Config
 from rowmesh.run.fingerprint import Fingerprint, mismatch
 from rowmesh.run.finished import FinishedRun
 from rowmesh.run.report import model_text
-from rowmesh.run.resolve import resolve
 
 
 def check_start(config: Config, meaning: Callable[[], Fingerprint]) -> FinishedRun | None:
@@ -38,7 +37,7 @@ def check_start(config: Config, meaning: Callable[[], Fingerprint]) -> FinishedR
             f"{config.data.folder} differs from it in {what}: its rows would be those of other ids. Train on ids that "
             "mean the same in all data (raw rows; of sequences model.options.item_ids=raw), or on the same vocabularies"
         )
-    before = resolve(finished.folder.config).optimizer.name
+    before = finished.config.optimizer.name
     if before != config.optimizer.name:
         raise ConfigurationError(
             f"train.start_from: the network in {path} was trained by {before}, and optimizer.name is "

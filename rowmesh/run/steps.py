@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.observe.trace import Event, write_trace
@@ -18,6 +18,7 @@ from rowmesh.pipeline.recorder import WAIT, Totals
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.run.config import PipelineConfig
 from rowmesh.run.job import Job
+from rowmesh.run.section import shared
 from rowmesh.run.task import StepBatch
 
 WARM_UP_STEPS, MEASURED_STEPS = 8, 16
@@ -153,20 +154,9 @@ class PipelinedSteps:
                 self._log(f"cannot write {trace}: {error.strerror or error}; there is no trace of this run")
 
     def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[StepBatch]:
-        config = self._job.config.pipeline
-        pipeline = Pipeline[StepBatch](
-            self._job.embeddings,
-            depth=depth,
-            micro_batches=micro_batches,
-            exchange=config.exchange,
-            final_rows=config.final_rows,
-            sizes=config.sizes,
-            clustering=config.clustering,
-            work=self._work,
-            verify=config.verify,
-            overlap=overlap,
-            trace=config.trace,
-        )
+        given: dict[str, Any] = shared(self._job.config.pipeline, Pipeline)
+        given |= {"depth": depth, "micro_batches": micro_batches}
+        pipeline = Pipeline[StepBatch](self._job.embeddings, **given, work=self._work, overlap=overlap)
         self._pipelines.append(pipeline)
         return pipeline
 

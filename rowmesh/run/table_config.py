@@ -58,15 +58,10 @@ class InitializerConfig(Section):
 
 
 class TensorTrainConfig(Section):
-    """What tensor-train tables are like; rank, memory_bytes and compression each say how big their cores are.
+    """The shape of tensor-train tables: keys of `rowmesh.tables.TensorTrain`, and which tables they are.
 
     Attributes:
         min_rows: tables at least so large are tensor-train tables, where their `storage` is auto.
-        rank: of both bonds between cores or of each; without any of the three 16, or the largest a table can have.
-        memory_bytes: the largest rank at which the cores fit into so much.
-        compression: the largest rank at which the table is so many times smaller.
-        row_factors: three factors of the rows; chosen if not given.
-        dim_factors: three factors of the dim; chosen if not given.
         optimizer: the update rule of cores, where not that of the table.
     """
 
@@ -80,31 +75,12 @@ class TensorTrainConfig(Section):
 
 
 class DynamicConfig(Section):
-    """What dynamic tables hold, whom they admit and whom they evict; see `rowmesh.tables.Dynamic`.
+    """The rules by which dynamic tables hold, admit and evict ids: keys of `rowmesh.tables.Dynamic`.
 
     Attributes:
-        capacity: ids that a table holds at most, over all ranks; this or `capacity_bytes` is needed.
-        capacity_bytes: bytes of their rows with optimizer state at most, over all ranks.
-        initial_capacity: ids that the index has room for at the start; it grows.
-        shards: logical shards, part of what the model is; fewer than 1,024 for small tables if not given.
-        admit_after: sightings at which an id is admitted.
-        sketch_width: counters a row of a count-min sketch of ids that are not admitted yet; 0: exact counts.
-        sketch_depth: rows of the sketch.
-        window_steps: steps after which these counts start anew; 0: never.
-        eviction: which id goes first where there is no room: the least recently seen (lru), the least frequent (lfu),
-            both (lru_lfu), the oldest past its time (ttl), or that of the smallest number in a column of raw data that
-            the schema names (score).
-        decay_steps: steps in which a frequency halves; 0: never.
-        ttl_steps: steps without a sighting after which an id goes; 0: none does.
-        ttl_seconds: the same by the time of events, a column of raw data that the schema names; 0: none does.
-        mode: whether an evicted id is forgotten (drop), or its record goes to a store and comes back with it (demote).
-        store: of records that are demoted: "memory", "file:FOLDER", "rocksdb:FOLDER" or "redis://HOST:PORT/DATABASE",
-            where "$NAME" stands for a variable of the environment. It is the run's own, which begins with an empty one.
-        store_capacity: records that it holds at most, over all ranks; those that came first are forgotten. Without it
-            any number, but in files.
-        store_retry_s: seconds for which a store that does not answer is asked again.
-        missing: what an unknown id reads in evaluation: its initial row, zero, or an error.
-        spare_frames: rows of memory on each rank for ids that are not admitted, or that leave.
+        eviction: as there; the number of score is that in a column of raw data that the schema names.
+        ttl_seconds: as there; the time of events is a column of raw data that the schema names.
+        store: as there; it is the run's own, which begins with an empty one.
     """
 
     capacity: Positive | None = None

@@ -70,7 +70,7 @@ def targets_of(config: Config, data: DataSet) -> tuple[Target, ...]:
             )
         by_kind: Loss = "binary" if label.kind == "binary" else "mse"
         loss: Loss = by_kind if wanted == "auto" else wanted
-        if config.model.retrieves:
+        if config.model.objective == "retrieval":
             loss = "softmax"
         targets.append(Target(label.name, loss, weights.get(label.name, 1.0), mean[label.name]))
     return tuple(targets)

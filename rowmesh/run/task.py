@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -18,14 +18,13 @@ from rowmesh.run.config import Config
 from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.fingerprint import Fingerprint
 from rowmesh.run.graphs import Network
+from rowmesh.run.job import Job
 from rowmesh.run.own_model import OwnModel
+from rowmesh.run.stopping import EarlyStopping
+from rowmesh.run.table_data import TableData
 from rowmesh.run.targets import Target
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
-
-if TYPE_CHECKING:  # a job has a task, whose methods take the job
-    from rowmesh.run.job import Job
-    from rowmesh.run.stopping import EarlyStopping
 
 
 class StepBatch(Protocol):
@@ -93,11 +92,23 @@ class Computed:
 
 
 class Task(Protocol):
-    """A kind of run. Methods that take a job are collective.
+    """A kind of run. Methods that take a job are collective; the job is of this task.
 
     Attributes:
+        config: of the run, with a value in the place of every auto.
+        data: what it reads.
         targets: what is predicted, one for each label; none for sequences.
     """
+
+    @property
+    def config(self) -> Config:
+        """See `Task`."""
+        ...
+
+    @property
+    def data(self) -> TableData:
+        """See `Task`."""
+        ...
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -107,10 +118,6 @@ class Task(Protocol):
     @property
     def is_relative(self) -> bool:
         """Whether a validation loss must fall by a share of itself to be better; else by an absolute amount."""
-        ...
-
-    def choose_defaults(self) -> tuple[Config, list[str]]:
-        """The configuration with a value in the place of every auto, and lines on what was chosen."""
         ...
 
     def check(self) -> None:
@@ -203,6 +210,10 @@ class Task(Protocol):
 
     def describe(self, job: Job) -> list[tuple[str, str]]:
         """Lines on the data."""
+        ...
+
+    def describe_steps(self, total_steps: int | None) -> list[tuple[str, str]]:
+        """Lines on the steps, at most so many, and on what is not evaluated after them."""
         ...
 
     def describe_loss(self, job: Job) -> str:

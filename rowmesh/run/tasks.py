@@ -1,10 +1,10 @@
-"""Which task a configuration asks for, and the data that it needs."""
+"""A run is told here, once, which data it reads and what it does with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rowmesh._support.files.manifest import Manifest
 from rowmesh.data import Prepared
@@ -13,14 +13,32 @@ from rowmesh.data.raw import RawData
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.models.sequence import KINDS
 from rowmesh.run.click_task import ClickTask
-from rowmesh.run.config import Config
+from rowmesh.run.config import Config, Objective
+from rowmesh.run.defaults import choose_defaults
 from rowmesh.run.raw import open_raw
 from rowmesh.run.raw_task import RawTask
 from rowmesh.run.retrieval_task import RawRetrievalTask, RetrievalTask
 from rowmesh.run.sequence.data import SequenceData
+from rowmesh.run.sequence.defaults import choose_sequence_defaults
 from rowmesh.run.sequence.task import SequenceTask
 from rowmesh.run.table_data import TableData
 from rowmesh.run.task import Task
+
+
+class _Kind(NamedTuple):
+    """How a kind of task is made, and what it takes where its configuration says auto."""
+
+    make: Callable[[Config, Any], Task]
+    choose_defaults: Callable[[Config, Any], tuple[Config, list[str]]] = choose_defaults
+
+
+_KINDS: Mapping[tuple[type, Objective], _Kind] = {
+    (Prepared, "clicks"): _Kind(ClickTask),
+    (Prepared, "retrieval"): _Kind(RetrievalTask),
+    (RawData, "clicks"): _Kind(RawTask),
+    (RawData, "retrieval"): _Kind(RawRetrievalTask),
+    (SequenceData, "next item"): _Kind(SequenceTask, choose_sequence_defaults),
+}
 
 
 def open_data(config: Config, *, verify: bool = True, trained: Mapping[str, Any] | None = None) -> TableData:
@@ -47,17 +65,27 @@ def open_data(config: Config, *, verify: bool = True, trained: Mapping[str, Any]
     return Prepared.open(config.data.folder, verify=verify)
 
 
-def task_of(config: Config, data: TableData) -> Task:
-    """What is to be done with the data.
+def task_of(config: Config, data: TableData) -> tuple[Task, list[str]]:
+    """Says what is done with the data; and lines on what was chosen where the configuration says auto.
+
+    The task's configuration has a value in the place of every auto: all that follows takes the task, and asks neither
+    the data nor the configuration again which one it is.
 
     Raises:
-        ConfigurationError: the data are not what the model needs.
+        ConfigurationError: the data are not what the model needs, or keys that were given cannot go together.
     """
-    if not config.model.is_sequence and isinstance(data, RawData):
-        return (RawRetrievalTask if config.model.retrieves else RawTask)(config, data)
-    if config.model.is_sequence and isinstance(data, SequenceData):
-        return SequenceTask(config, data)
-    if not config.model.is_sequence and isinstance(data, Prepared):
-        return (RetrievalTask if config.model.retrieves else ClickTask)(config, data)
+    kind = _kind_of(config, data)
+    config, choices = kind.choose_defaults(config, data)
+    return kind.make(config, data), choices
+
+
+def check_data(config: Config, data: TableData) -> None:
+    """Raises ConfigurationError where the data are not what the model needs."""
+    _kind_of(config, data)
+
+
+def _kind_of(config: Config, data: TableData) -> _Kind:
+    if (found := _KINDS.get((type(data), config.model.objective))) is not None:
+        return found
     kind = "sequences of events" if config.model.is_sequence else "samples with labels"
     raise ConfigurationError(f"model.name = {config.model.name!r} needs {kind}, and {data.place} holds others")

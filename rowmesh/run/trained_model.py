@@ -24,13 +24,14 @@ from rowmesh.data.raw.encoder import raw_batch, raw_encoder
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
-from rowmesh.run.commands import job_on, load_model
+from rowmesh.run.build import job_on
 from rowmesh.run.config import Config, PlacementConfig, chosen
-from rowmesh.run.defaults import choose_defaults
 from rowmesh.run.finished import FinishedRun
 from rowmesh.run.job import Job
+from rowmesh.run.loading import load_model
 from rowmesh.run.placement import Placement, shapes_of
 from rowmesh.run.resolve import resolve
+from rowmesh.run.tasks import task_of
 from rowmesh.run.trust import check_trusted
 from rowmesh.sparse import SparseBatch
 
@@ -181,14 +182,14 @@ def load_finished(
         run = finished.folder
         check_trusted(run.path, trained.model.name, run.seal, trust=trust, how="pass --trust (trust=True in a program)")
     finished.check_meaning(data, "the same ids and values mean something else")
-    config, _ = choose_defaults(for_one_process(trained), data)
-    mesh, shapes = Mesh(timeout_s=config.parallel.timeout_s), shapes_of(config, data)
+    task, _ = task_of(for_one_process(trained), data)
+    mesh, shapes = Mesh(timeout_s=trained.parallel.timeout_s), shapes_of(task.config, data)
     with ExitStack() as stack:
 
         def place() -> Placement:
             return Placement(Plan.cyclic(shapes, mesh.world_size, mesh.ranks_per_node), "in one process")
 
-        job = stack.enter_context(job_on(config, mesh, data, place, trains=False))
+        job = stack.enter_context(job_on(task, mesh, place, trains=False))
         load_model(job, finished.folder, verify)
         job.embeddings.synchronize()
         encoder = raw_encoder(data) if isinstance(data, RawData) else prepared_encoder(data)

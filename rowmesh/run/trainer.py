@@ -24,7 +24,7 @@ from rowmesh.run.progressive import Progressive
 from rowmesh.run.requests import NUM_FLAGS, Requests
 from rowmesh.run.schedule import go_on, make_scheduler
 from rowmesh.run.stopping import EarlyStopping
-from rowmesh.run.task import Computed, StepBatch
+from rowmesh.run.task import Computed, StepBatch, Task
 
 
 class Trainer:
@@ -32,6 +32,7 @@ class Trainer:
 
     Args:
         job: what to train.
+        task: what it is trained for.
 
     Attributes:
         step: steps done, of the model that there is: fewer than were trained where the best model was taken back.
@@ -49,12 +50,12 @@ class Trainer:
         progress: what the checkpoint has of the loop that this goes on from; None: it begins.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, task: Task) -> None:
         config = job.config
-        self.job, self.config, self.step, self.trained_steps = job, config, 0, 0
-        self.stopping = EarlyStopping(chosen(config.train.patience), is_relative=job.task.is_relative)
+        self.job, self.task, self.config, self.step, self.trained_steps = job, task, config, 0, 0
+        self.stopping = EarlyStopping(chosen(config.train.patience), is_relative=task.is_relative)
         self.requests = Requests(config.checkpoint, job.mesh, 60.0 * config.publish.every_minutes)
-        self.loader = job.task.loader(
+        self.loader = task.loader(
             job, validates=chosen(config.train.eval_every) > 0, is_asked=lambda: bool(self.requests.signal)
         )
         self.total_steps = _total_steps(config, self.loader.num_batches)
@@ -93,7 +94,7 @@ class Trainer:
         self._begin_step(batch)
         embeddings = self.job.embeddings(batch.sparse)
         self.clock.lap("rows")
-        computed = self.job.task.compute(self.job, batch, embeddings, self._network)
+        computed = self.task.compute(self.job, batch, embeddings, self._network)
         self._gradients.sends_early()
         total = self._backward(computed)
         self.clock.lap("network")
@@ -107,7 +108,7 @@ class Trainer:
         for part in window:
             embeddings = part.embeddings
             self.clock.lap("rows")
-            total += self._backward(self.job.task.compute(self.job, batch, embeddings, self._network, part.samples))
+            total += self._backward(self.task.compute(self.job, batch, embeddings, self._network, part.samples))
             self.clock.lap("network")
         self._end_step()
         return total
@@ -118,8 +119,8 @@ class Trainer:
 
     def _begin_step(self, batch: StepBatch) -> None:
         self.clock.lap("data")
-        self.job.task.check_batch(batch, self._where)
-        self._batch_weight = self.job.task.global_weight(self.job, batch, self.step)
+        self.task.check_batch(batch, self._where)
+        self._batch_weight = self.task.global_weight(self.job, batch, self.step)
         self._gradients.zero()
         self._embedding_optimizer.zero_grad()
         seed_step(self.config.train.seed, self.step, self.job.mesh.rank)

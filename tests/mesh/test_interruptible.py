@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rowmesh.mesh import patience
+from rowmesh.mesh import interruptible
 from rowmesh.mesh.interruptible import Stopwatch, run_interruptibly
 
 
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(interruptible, "time", clock)
     return clock
 
 

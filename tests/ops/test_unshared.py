@@ -1,9 +1,9 @@
-"""Sole gradients: nothing else can change what a backward keeps."""
+"""Unshared gradients: nothing else can change what a backward keeps."""
 
 import pytest
 import torch
 
-from rowmesh.ops import sole as module
+from rowmesh.ops import unshared as module
 from rowmesh.ops.unshared import are_unshared
 
 

@@ -19,7 +19,7 @@ from rowmesh.data import DataSource, Prepared, Splitter, prepare
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.observe.progress import Progress
 from rowmesh.observe.step_clock import STAGES
-from rowmesh.run import commands
+from rowmesh.run import phases
 from rowmesh.run.commands import run_evaluation, run_training
 from rowmesh.run.losses import Losses
 from rowmesh.run.resolve import resolve
@@ -147,7 +147,7 @@ def test_evaluation_prints_what_it_runs_on_and_the_result(config_file, tmp_path,
 def test_a_long_evaluation_shows_how_far_it_is(config_file, tmp_path, capsys, monkeypatch):
     run_training(resolve(config_file, ["train.steps=2"]))
     capsys.readouterr()
-    monkeypatch.setattr("rowmesh.run.commands.Progress", partial(Progress, interval_s=0.0))
+    monkeypatch.setattr("rowmesh.run.console.Progress", partial(Progress, interval_s=0.0))
     run_evaluation(tmp_path / "run", ["data.batch_size=100"])
     assert re.search(r"^test step 3/6, \d+ s left$", capsys.readouterr().out, re.MULTILINE)
 
@@ -180,7 +180,7 @@ def test_a_model_knows_its_vocabulary(config_file, tmp_path, clicks, capsys):
     with pytest.raises(RowmeshError, match=message):
         run_evaluation(tmp_path / "run", options, other_vocabulary=True)
     assert "accepted" not in capsys.readouterr().out
-    with mock.patch.object(commands, "mismatch", return_value="vocabulary of C1"):  # as many values
+    with mock.patch.object(phases, "mismatch", return_value="vocabulary of C1"):  # as many values
         run_evaluation(tmp_path / "run", other_vocabulary=True)
     assert "data      differ from those of the training in vocabulary of C1; accepted" in capsys.readouterr().out
 
@@ -375,7 +375,7 @@ def test_any_number_of_ranks_trains_the_same_model(config_file, tmp_path, comman
 def test_commands_fit_threads_to_the_cores_and_say_so(config_file, capsys, monkeypatch):
     """`tests/mesh/test_threads.py` has the number. Called as a function, nothing is changed."""
     asked = []
-    monkeypatch.setattr(commands, "fit_threads", lambda mesh: asked.append(mesh) or "1 of torch on each rank, not 8")
+    monkeypatch.setattr(phases, "fit_threads", lambda mesh: asked.append(mesh) or "1 of torch on each rank, not 8")
     for arguments in (["train", str(config_file), "train.steps=1"], ["evaluate", str(config_file.parent / "run")]):
         with pytest.raises(SystemExit, match="0"):
             main(arguments)

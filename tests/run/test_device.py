@@ -17,6 +17,7 @@ from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 from rowmesh.run import steps
 from rowmesh.run.commands import run_evaluation, run_training
+from rowmesh.run.config import DriftConfig
 from rowmesh.run.drift import Drift
 from rowmesh.run.resolve import resolve
 from rowmesh.tables import TableSpec
@@ -186,7 +187,7 @@ def follow(mesh, device, transport):
     optimizer, planner = EmbeddingOptimizer(collection), None
     if mesh.rank == 0:
         planner = Planner(plan, "cyclic", Topology.uniform(2), Request(batch_size=32, mode="infer", extra_memory=0.2))
-    drift, found = Drift(collection, planner, check_every=2, sample_every=1), []
+    drift, found = Drift(collection, planner, DriftConfig(check_every=2, sample_every=1)), []
     for step in range(12):
         generator = np.random.default_rng((mesh.rank, step))
         hot = generator.integers(0, 10, 32) + (30 if step >= 3 else 0)

@@ -18,6 +18,7 @@ from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 from rowmesh.run import drift as module
 from rowmesh.run.commands import run_evaluation, run_training
+from rowmesh.run.config import DriftConfig
 from rowmesh.run.drift import Drift
 from rowmesh.run.resolve import resolve
 from rowmesh.run.run_folder import RunFolder
@@ -48,7 +49,7 @@ def train(mesh, transport, moves, follows):
     if mesh.rank == 0:
         request = Request(batch_size=64, mode="infer", extra_memory=0.1)
         planner = Planner(plan, "cyclic", Topology.uniform(2), request)
-    drift = Drift(collection, planner, check_every=CHECK_EVERY, sample_every=2) if follows else None
+    drift = Drift(collection, planner, DriftConfig(check_every=CHECK_EVERY, sample_every=2)) if follows else None
     messages = []
     for step in range(NUM_STEPS):
         batch = a_batch(mesh.rank, step, moves)
@@ -102,7 +103,7 @@ def test_traffic_that_stays_moves_nothing(ranks):
 )
 def test_a_plan_that_cannot_be_taken_over_is_reported_and_left(monkeypatch, storage, why):
     collection = EmbeddingCollection([replace(TABLES[0], storage=storage)])
-    plan, drift = collection.plan, Drift(collection, None)
+    plan, drift = collection.plan, Drift(collection, None, DriftConfig())
     monkeypatch.setattr(ShardGroups, "allocate", no_room)
     assert drift._follow(Proposal(plan, "a new plan")).startswith(f"; a new plan: not taken over, {why}")
     assert collection.plan is plan
@@ -118,7 +119,7 @@ def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypat
         planner = Planner(job.embeddings.plan, "cyclic", Topology.uniform(1), Request(batch_size=64))
         monkeypatch.setattr(planner, "_propose", lambda sketch: time.sleep(0.3))
         planner.begin()
-        return Drift(job.embeddings, planner)
+        return Drift(job.embeddings, planner, DriftConfig())
 
     def fail(trainer, batch):
         raise RowmeshError("no more")
@@ -131,7 +132,7 @@ def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypat
 
 
 def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, monkeypatch, capsys):
-    def follow(trainer, run, publications):
+    def follow(trainer, *_):
         plan = trainer.job.embeddings.plan
         halves = (
             TablePlan(table.shape, (RowRange(0, 1, "replicated"), RowRange(1, table.shape.num_rows)))
@@ -139,7 +140,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
         )
         trainer.job.embeddings.migrate(Plan(tuple(halves), 1, 1, "halves"))
 
-    monkeypatch.setattr("rowmesh.run.commands.train", follow)
+    monkeypatch.setattr("rowmesh.run.loop.train", follow)
     run_training(resolve(config_file))
     run = RunFolder(tmp_path / "run")
     assert (Plan.load(run.plan).strategy, Plan.load(run.first_plan).strategy) == ("halves", "cyclic")
@@ -150,7 +151,7 @@ def test_a_run_keeps_the_plan_it_came_to_and_the_first(config_file, tmp_path, mo
 
 
 def test_a_run_that_keeps_its_plan_has_no_other(config_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("rowmesh.run.commands.train", lambda *_: None)
+    monkeypatch.setattr("rowmesh.run.loop.train", lambda *_: None)
     run_training(resolve(config_file))
     assert not RunFolder(tmp_path / "run").first_plan.exists()
 

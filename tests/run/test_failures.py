@@ -97,7 +97,7 @@ def train_and_die(mesh, config, place):
 @pytest.mark.parametrize(
     ("place", "doing"),
     [
-        ("rowmesh.run.commands.describe", "setting up"),
+        ("rowmesh.run.phases.describe", "setting up"),
         # Whether or not rank 0 has begun to write when it looks.
         ("rowmesh.checkpoint.save", "(saving the model|writing a checkpoint)"),
         ("rowmesh.run.evaluate.AllPredictions", "evaluating test"),

@@ -8,8 +8,8 @@ from torch import nn
 
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.models import DLRM
-from rowmesh.run import commands
 from rowmesh.run import graphs as module
+from rowmesh.run import phases
 from rowmesh.run.commands import run_training
 from rowmesh.run.graphs import GraphedNetwork
 from rowmesh.run.resolve import resolve
@@ -106,7 +106,7 @@ def test_networks_that_cannot_be_recorded_are_named():
 def test_a_run_with_graphs_is_the_run_without(config_file, tmp_path, monkeypatch):
     """The last batch of an epoch is another one's size; evaluations come in between."""
     made = []
-    monkeypatch.setattr(commands, "check_device", lambda config: None)
+    monkeypatch.setattr(phases, "check_device", lambda config: None)
     monkeypatch.setattr(
         module.torch.cuda, "make_graphed_callables", lambda *what: made.append(Recorded(*what)) or made[-1]
     )

@@ -26,6 +26,7 @@ from rowmesh.run.placement import Placement, shapes_of
 from rowmesh.run.predict import predict
 from rowmesh.run.resolve import resolve
 from rowmesh.run.retrieval import item_ids, towers
+from rowmesh.run.task import Task
 from rowmesh.run.tasks import open_data, task_of
 from rowmesh.run.trainer import Trainer
 from rowmesh.sparse import SparseBatch
@@ -135,22 +136,21 @@ def all_rows(job: Job) -> dict[str, Tensor]:
     return {table.name: vectors[table.name][: table.num_rows].clone() for table in job.data.tables}
 
 
-def made(mesh, path, options) -> Job:
+def made(mesh, path, options) -> tuple[Job, Task]:
     config = resolve(path, options)
-    data = open_data(config)
-    config, _ = task_of(config, data).choose_defaults()
-    plan = Plan.cyclic(shapes_of(config, data), mesh.world_size, mesh.world_size)
-    return build(config, mesh, data, Placement(plan, "for a test"))
+    task, _ = task_of(config, open_data(config))
+    plan = Plan.cyclic(shapes_of(task.config, task.data), mesh.world_size, mesh.world_size)
+    return build(task, mesh, Placement(plan, "for a test")), task
 
 
 def trained(mesh, path, options, steps):
     """Losses of this rank, rows, parameters of the network and metrics of the test split, after some steps."""
     torch.set_num_threads(1)
-    job = made(mesh, path, options)
-    trainer = Trainer(job)
+    job, task = made(mesh, path, options)
+    trainer = Trainer(job, task)
     with closing(trainer.batches()) as batches:
         losses = [trainer.train_step(next(batches)) for _ in range(steps)]
-    scores = job.task.evaluate(job, "test", lambda number: None).as_record()
+    scores = task.evaluate(job, "test", lambda number: None).as_record()
     found = (
         losses,
         all_rows(job),
@@ -165,7 +165,7 @@ def trained(mesh, path, options, steps):
 def test_steps_and_metrics_are_those_of_plain_torch(ranks, file, clicks: Prepared, world_size):
     """On two ranks the last batch, of one sample, leaves one of them none."""
     options, steps = [*SOFTMAX, *SGD, "data.shuffle=false"], 8
-    job = made(Mesh(), file, options)
+    job, _ = made(Mesh(), file, options)
     reference = Reference(job)
     job.embeddings.close()
     losses = []
@@ -192,8 +192,8 @@ def test_labels_and_sample_weights_weigh(tmp_path):
     file = write_config(tmp_path / "ratings.toml", tmp_path / "run", data.folder, batch_size=64)
     file.write_text(file.read_text().replace("bottom = [8]\ntop = [16]\n", ""))
     options = ['model.options.item=["item"]', "data.shuffle=false", "model.options.log_q=false", *SGD]
-    job = made(Mesh(), file, [*SOFTMAX, *options])
-    trainer, batch = Trainer(job), next(iter(Loader(data, "train", batch_size=64)))
+    job, task = made(Mesh(), file, [*SOFTMAX, *options])
+    trainer, batch = Trainer(job, task), next(iter(Loader(data, "train", batch_size=64)))
     with torch.no_grad():
         u, v = towers(job, batch, job.embeddings(batch.sparse))
     ids = item_ids(batch.sparse, "item")
@@ -205,7 +205,7 @@ def test_labels_and_sample_weights_weigh(tmp_path):
     job.embeddings.close()
     wrong = replace(batch, labels=batch.labels - 3)
     with pytest.raises(DataError, match=r"here: \d+ of 64 labels are below 0, the first of them -[12]"):
-        job.task.check_batch(wrong, "here")
+        task.check_batch(wrong, "here")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS])

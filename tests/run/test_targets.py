@@ -21,12 +21,12 @@ from rowmesh.placement import Plan
 from rowmesh.run.build import build
 from rowmesh.run.commands import run_evaluation, run_training
 from rowmesh.run.config import Config
-from rowmesh.run.defaults import choose_defaults
 from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.job import Job
 from rowmesh.run.own_model import ModelError
 from rowmesh.run.placement import Placement, shapes_of
 from rowmesh.run.resolve import resolve
+from rowmesh.run.tasks import task_of
 from rowmesh.run.trainer import Trainer
 from rowmesh.run.value_metrics import ValueMetrics
 from rowmesh.sparse import SparseBatch
@@ -100,11 +100,10 @@ def test_plain_torch_trains_the_same(tmp_path, seed):
     """
     labels, weight, options = drawn(seed)
     data = prepare_labelled(tmp_path, labels, weight, seed=seed, shared=seed % 2 == 1)
-    config, _ = choose_defaults(configured(tmp_path, *options), data)
-    mesh = Mesh()
-    placement = Placement(Plan.cyclic(shapes_of(config, data), 1, 1), "for a test")
-    job = build(config, mesh, data, placement)
-    reference, trainer = Reference(job), Trainer(job)
+    task, _ = task_of(configured(tmp_path, *options), data)
+    placement = Placement(Plan.cyclic(shapes_of(task.config, data), 1, 1), "for a test")
+    job = build(task, Mesh(), placement)
+    reference, trainer = Reference(job), Trainer(job, task)
     for batch in Loader(data, "train", batch_size=64):
         targets = batch.labels.double().reshape(len(batch.labels), -1)
         weights = torch.ones(len(targets), dtype=torch.float64) if batch.weights is None else batch.weights.double()
@@ -113,7 +112,7 @@ def test_plain_torch_trains_the_same(tmp_path, seed):
             is_mse = target.name == "rating" or "train.loss=mse" in options
             z, y = outputs[:, number], targets[:, number]
             each = (z - y) ** 2 if is_mse else F.softplus(z) - y * z
-            loss = loss + config.train.loss_weights.get(target.name, 1.0) * (weights * each).sum() / weights.sum()
+            loss = loss + task.config.train.loss_weights.get(target.name, 1.0) * (weights * each).sum() / weights.sum()
         reference.step(loss)
         found = trainer.train_step(batch)
         assert found == pytest.approx(float(loss.detach() * weights.sum()), rel=1e-10)

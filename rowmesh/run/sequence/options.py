@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from rowmesh._support.suggest import hint
+from rowmesh.models.sequence.encoder import Scale
 from rowmesh.run.section import Factor, Positive, Section
 
 LossName = Literal["full_softmax", "sampled_softmax", "binary_cross_entropy"]
@@ -19,19 +20,12 @@ class SequenceOptions(Section):
     """The encoder, the loss and the evaluation of a sequence model.
 
     Attributes:
-        num_blocks: blocks in the stack.
-        num_heads: heads of attention; divides `tables.dim`.
-        max_length: events of a user that are read, the latest.
-        dropout: probability, of the vectors and in each block.
-        scale: what silu attention is divided by: `max_length` ("longest") or the events of the user ("actual").
-        request_time: whether durations end when the next event is asked for, else at the event.
-        ffn_dim: width of feed-forward layers; the kind's own if not given.
-        time: of fuxi_beta, the function of time.
-        time_unit: of fuxi_beta, what durations are counted in, in seconds.
+        num_blocks, num_heads, max_length, dropout, scale, request_time, ffn_dim, time, time_unit, learned_positions: of
+            `rowmesh.models.sequence.SequenceEncoder`, which takes the latest `max_length` events of a user, and counts
+            `time_unit` in seconds.
         item_ids: what ids of a dynamic table are: the numbers of the prepared items, or ids that mean the same in all
             data ("raw"): integers as they are, and the hash of text.
         side: side columns of the data whose vectors are added to those of items; all that they have if not given.
-        learned_positions: whether a learned vector of each position is added; of sasrec if not given.
         loss: over all items; over the target and sampled ones; or of each of these for itself.
         negatives: sampled items; 128 of sampled_softmax, 1 a position of binary_cross_entropy if not given.
         shared_negatives: whether all positions of a step share them; of sampled_softmax if not given.
@@ -47,7 +41,7 @@ class SequenceOptions(Section):
     num_heads: Positive = 1
     max_length: Positive = 50
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
-    scale: Literal["longest", "actual"] = "longest"
+    scale: Scale = "longest"
     request_time: bool = True
     ffn_dim: Positive | None = None
     time: Literal["power", "exponential"] | None = None

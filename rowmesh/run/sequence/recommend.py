@@ -27,12 +27,12 @@ from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan
-from rowmesh.run.commands import job_on, load_model
+from rowmesh.run.build import job_on
 from rowmesh.run.fingerprint import mismatch
 from rowmesh.run.finished import FinishedRun
 from rowmesh.run.job import Job
+from rowmesh.run.loading import load_model
 from rowmesh.run.placement import Placement, shapes_of
-from rowmesh.run.resolve import resolve
 from rowmesh.run.sequence.candidates import Candidates
 from rowmesh.run.sequence.data import SequenceData
 from rowmesh.run.sequence.evaluation import queries_of, vectors_of
@@ -167,18 +167,17 @@ def write_recommended(table: pa.Table, out: Path) -> None:
 def _loaded(run: Path, moved_to: Path | None, verify: bool) -> Iterator[tuple[Job, SequenceData]]:
     """The model of a run, in this process."""
     finished = FinishedRun.open(run)
-    config = for_one_process(resolve(finished.folder.config))
+    config = for_one_process(finished.config)
     if not config.model.is_sequence:
         raise RowmeshError(f"{run} is a run of {config.model.name}, which scores samples; rowmesh predict reads it")
     data = SequenceData.open(moved_to or config.data.folder, config.model.sequence, verify=verify)
-    config, _ = task_of(config, data).choose_defaults()
-    fingerprint = task_of(config, data).fingerprint
-    if what := mismatch(finished.manifest.metadata, fingerprint, finished.folder.model):
+    task, _ = task_of(config, data)
+    if what := mismatch(finished.manifest.metadata, task.fingerprint, finished.folder.model):
         raise RowmeshError(f"{data.folder} differs from the data of the training in {what}; name these with --data")
     mesh = Mesh(timeout_s=config.parallel.timeout_s)
-    plan = Plan.cyclic(shapes_of(config, data), 1, 1)
+    plan = Plan.cyclic(shapes_of(task.config, data), 1, 1)
     with ExitStack() as stack:
-        job = stack.enter_context(job_on(config, mesh, data, lambda: Placement(plan, "in one process"), trains=False))
+        job = stack.enter_context(job_on(task, mesh, lambda: Placement(plan, "in one process"), trains=False))
         load_model(job, finished.folder, verify)
         job.network.eval()
         yield job, data

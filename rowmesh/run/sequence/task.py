@@ -24,9 +24,10 @@ from rowmesh.run.fingerprint import Fingerprint, digest_values
 from rowmesh.run.graphs import Network
 from rowmesh.run.job import Job
 from rowmesh.run.own_model import OwnModel
+from rowmesh.run.report import steps_of_splits
+from rowmesh.run.section import shared
 from rowmesh.run.sequence.batches import Draws, SequencePart, SequenceStep, StepLoader
 from rowmesh.run.sequence.data import ITEM, SCORED, SequenceData
-from rowmesh.run.sequence.defaults import choose_sequence_defaults
 from rowmesh.run.sequence.evaluation import USERS, RankingEvaluation, evaluate_ranking, ranking_table
 from rowmesh.run.sequence.options import SequenceOptions
 from rowmesh.run.sequence.sharded_softmax import item_range, sharded_softmax
@@ -67,10 +68,6 @@ class SequenceTask:
         """`model.options`."""
         return self.config.model.sequence
 
-    def choose_defaults(self) -> tuple[Config, list[str]]:
-        """See `rowmesh.run.sequence.defaults`."""
-        return choose_sequence_defaults(self.config, self.data)
-
     def check(self) -> None:
         """Refuses splits that are not there, and keys that mean nothing for sequences."""
         self.data.split("data.train", self.config.data.train)
@@ -91,22 +88,8 @@ class SequenceTask:
 
     def make_network(self, tables: Sequence[TableSpec]) -> tuple[nn.Module, OwnModel | None]:
         """The encoder."""
-        options = self.options
-        encoder = SequenceEncoder(
-            cast(Kind, self.config.model.name),
-            dim=tables[0].dim,
-            num_blocks=options.num_blocks,
-            num_heads=options.num_heads,
-            max_length=options.max_length,
-            dropout=options.dropout,
-            scale=options.scale,
-            request_time=options.request_time,
-            ffn_dim=options.ffn_dim,
-            time=options.time,
-            time_unit=options.time_unit,
-            learned_positions=options.learned_positions,
-        )
-        return encoder, None
+        kind = cast(Kind, self.config.model.name)
+        return SequenceEncoder(kind, dim=tables[0].dim, **shared(self.options, SequenceEncoder)), None
 
     def network_bytes(self, world_size: int, *, trains: bool) -> int:
         """Parameters, gradients and state; what a batch leaves in it is not known."""
@@ -235,6 +218,10 @@ class SequenceTask:
                 f"model.options.max_length={options.max_length}"
             )
         return [("data", line) for line in lines]
+
+    def describe_steps(self, total_steps: int | None) -> list[tuple[str, str]]:
+        """Epochs over the users."""
+        return steps_of_splits(self.config, self.data, total_steps)
 
     def describe_loss(self, job: Job) -> str:
         """The loss, and what it compares with."""

@@ -40,9 +40,8 @@ PLAIN = SequenceOptions(seen="keep")  # vectors as they are
 
 def made(mesh, file, options):
     config = resolve(file, options)
-    config, _ = task_of(config, open_data(config)).choose_defaults()
-    data = open_data(config)
-    return build(config, mesh, data, configured_placement(config, mesh, data))
+    task, _ = task_of(config, open_data(config))
+    return build(task, mesh, configured_placement(task.config, mesh, task.data)), task
 
 
 def all_items(job):
@@ -53,8 +52,8 @@ def all_items(job):
 def trained(mesh, file, options):
     """Losses of an epoch, rows after one more average, and parameters of the network."""
     torch.set_num_threads(1)
-    job = made(mesh, file, options)
-    trainer = Trainer(job)
+    job, task = made(mesh, file, options)
+    trainer = Trainer(job, task)
     with closing(trainer.batches()) as batches:
         losses = [trainer.train_step(next(batches)) for _ in range(trainer.loader.num_batches or 0)]
     job.embeddings.synchronize()
@@ -115,7 +114,7 @@ def reference(job, events, world_size):
 def test_it_is_algorithm_1(ranks, sequence_file, events, loss, world_size):
     """Of four ranks two share a replica: each scores a half of it."""
     options = [*LOSSES[loss], *ADAGRAD, "parallel.transport=collective"]
-    job = made(Mesh(), sequence_file, options)
+    job, _ = made(Mesh(), sequence_file, options)
     losses, items, parameters = reference(job, events, world_size)
     job.embeddings.close()
     found = ranks.run(trained, sequence_file, [*options, *AVERAGED], world_size=world_size)

@@ -45,10 +45,9 @@ PLAIN = SequenceOptions(seen="keep")  # vectors as they are
 
 def made(mesh, file, options):
     config = resolve(file, options)
-    config, _ = task_of(config, open_data(config)).choose_defaults()
-    data = open_data(config)
-    plan = Plan.cyclic(shapes_of(config, data), mesh.world_size, mesh.world_size)
-    return build(config, mesh, data, Placement(plan, "for a test"))
+    task, _ = task_of(config, open_data(config))
+    plan = Plan.cyclic(shapes_of(task.config, task.data), mesh.world_size, mesh.world_size)
+    return build(task, mesh, Placement(plan, "for a test")), task
 
 
 def all_items(job):
@@ -60,11 +59,11 @@ def all_items(job):
 def trained(mesh, file, options):
     """Losses of an epoch, vectors and the record of an evaluation."""
     torch.set_num_threads(1)
-    job = made(mesh, file, options)
-    trainer = Trainer(job)
+    job, task = made(mesh, file, options)
+    trainer = Trainer(job, task)
     with closing(trainer.batches()) as batches:
         losses = [trainer.train_step(next(batches)) for _ in range(trainer.loader.num_batches or 0)]
-    found = losses, all_items(job), job.task.evaluate(job, "test", lambda number: None).as_record()
+    found = losses, all_items(job), task.evaluate(job, "test", lambda number: None).as_record()
     job.embeddings.close()
     return found
 
@@ -83,7 +82,7 @@ def losses_of(options, draws, queries, batch, items, step):
 def test_steps_are_those_of_plain_torch(ranks, sequence_file, events, loss):
     """On one rank and two; the reference knows items by their numbers, and starts from the same rows."""
     options = [*RAW, *ROOM, *LOSSES[loss]]
-    job = made(Mesh(), sequence_file, options)
+    job, _ = made(Mesh(), sequence_file, options)
     items = nn.Parameter(all_items(job))
     network = copy.deepcopy(job.network)
     job.embeddings.close()
@@ -186,7 +185,7 @@ def test_later_events_with_new_items_are_trained_on(ranks, sequence_file, events
     both = pa.concat_arrays([newer.item_values(), events.item_values()]).unique()
     places = {name: place for place, name in enumerate(both.to_pylist())}
 
-    job = made(Mesh(), sequence_file, options)
+    job, _ = made(Mesh(), sequence_file, options)
     with torch.no_grad():
         items = nn.Parameter(vectors_of(job, torch.from_numpy(ids_of(both)), PLAIN).clone())
     network, model = copy.deepcopy(job.network), job.config.model.sequence

@@ -54,9 +54,9 @@ def side_file(sequence_file, events, with_side):
 
 def test_steps_are_those_of_plain_torch(side_file, with_side):
     config = resolve(side_file, ["tables.optimizer.name=adagrad"])
-    config, _ = task_of(config, data := open_data(config)).choose_defaults()
-    job = build(config, Mesh(), data, Placement(Plan.cyclic(shapes_of(config, data), 1, 1), "for a test"))
-    trainer = Trainer(job)
+    task, _ = task_of(config, open_data(config))
+    job = build(task, Mesh(), Placement(Plan.cyclic(shapes_of(task.config, task.data), 1, 1), "for a test"))
+    trainer = Trainer(job, task)
     tables = {
         name: nn.Parameter(torch.cat([rows.values for rows in job.embeddings.local_rows(name)]))
         for name in ("item", "action", "shelf")

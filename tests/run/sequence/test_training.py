@@ -50,11 +50,10 @@ def losses_of(loss, draws, queries, batch, items, epoch, step):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_steps_are_those_of_plain_torch(sequence_file, events, loss):
     config = resolve(sequence_file, [*LOSSES[loss], *ADAGRAD, f"model.options.loss={loss}"])
-    config, _ = task_of(config, open_data(config)).choose_defaults()
-    data = open_data(config)
-    plan = Plan.cyclic(shapes_of(config, data), 1, 1)
-    job = build(config, Mesh(), data, Placement(plan, "for a test"))
-    trainer, options, rows = Trainer(job), config.model.sequence, torch.arange(events.num_items)
+    task, _ = task_of(config, open_data(config))
+    plan = Plan.cyclic(shapes_of(task.config, task.data), 1, 1)
+    job = build(task, Mesh(), Placement(plan, "for a test"))
+    trainer, options, rows = Trainer(job, task), config.model.sequence, torch.arange(events.num_items)
     plain = SequenceOptions(seen="keep")  # vectors as they are
     with torch.no_grad():
         items = nn.Parameter(vectors_of(job, rows, plain).clone())
