@@ -1,14 +1,15 @@
 """Draws one training step of two ranks, as it is on README: `python docs/site/one_step.py` writes the picture.
 
 The batches are below, in `BAGS`; all else follows from them, as in a step. `tests/docs/test_one_step.py` compares what
-follows with rowmesh, and the file with what is drawn here.
+follows with rowmesh, `tests/docs/test_drawings.py` the file with what is drawn here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
+
+from svg import picture, text
 
 PICTURE = Path(__file__).parents[1] / "assets" / "one_step.svg"
 NUM_ROWS = 10
@@ -28,15 +29,6 @@ STAGES = {
     NETWORK: ("network", "loss, backward"),
     PUSH: ("push", "summed gradients [U, D]"),
 }
-# The card is opaque: it is as readable on a page whose theme was chosen by hand.
-STYLE = """text{font:12px system-ui,sans-serif;fill:#57606a;text-anchor:middle}.left{text-anchor:start}
-.stage{font-weight:600;font-size:14px;fill:#24292f}.id{font-weight:600;fill:#fff}.id.still{fill:#57606a}
-.card{fill:#fff;stroke:#d0d7de}.lane{fill:#f3f5f7}.box{fill:none;stroke:#8b949e;stroke-width:1.5}
-.r0{fill:#2c6fbb}.r1{fill:#b75d07}.mixed{fill:#768390}rect.still{fill-opacity:.3}
-.flow,.a0,.a1{fill:none;stroke:#8b949e;stroke-width:1.5}.a0{stroke:#2c6fbb}.a1{stroke:#b75d07}
-.h{fill:#8b949e}.h0{fill:#2c6fbb}.h1{fill:#b75d07}
-@media(prefers-color-scheme:dark){text{fill:#b1bac4}.stage{fill:#f0f3f6}.id.still{fill:#8b949e}
-.card{fill:#161b22;stroke:#373e47}.lane{fill:#21262d}.a0{stroke:#539bf5}.a1{stroke:#e0883a}.h0{fill:#539bf5}.h1{fill:#e0883a}}"""
 
 
 def owner(row: int) -> int:
@@ -56,24 +48,19 @@ def routed(bags: Sequence[Sequence[int]]) -> list[int]:
 
 def draw() -> str:
     """The picture."""
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    title = "One training step: two ranks, one table"
-    parts = [f'<rect class="card" x=".5" y=".5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>', *_markers()]
+    parts = []
     for middle, (verb, what) in STAGES.items():
-        parts += [_text(middle, 24, verb, "stage"), _text(middle, 42, what)]
+        parts += [text(middle, 24, verb, "stage"), text(middle, 42, what)]
     for rank, top in enumerate(LANES):
         parts += _lane(rank, top)
     parts += _table(FETCH, is_after=False)
     parts += _table(PUSH, is_after=True)
-    parts.append(_text(24, TABLE_TOP + 5, "the table:", "left"))
-    parts.append(_text(24, TABLE_TOP + 21, "row r is on rank r mod 2", "left"))
+    parts.append(text(24, TABLE_TOP + 5, "the table:", "left"))
+    parts.append(text(24, TABLE_TOP + 21, "row r is on rank r mod 2", "left"))
     begin, end = FETCH + NUM_ROWS * CELL / 2 + 8, PUSH - NUM_ROWS * CELL / 2 - 10
     parts.append(f'<path class="flow" d="M{begin} {TABLE_TOP + 11}H{end}" marker-end="url(#h)"/>')
-    parts.append(_text((begin + end) / 2, TABLE_TOP + 4, "owners add, update"))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}"><title>{title}</title>'
-    )
-    return f"{head}<style>{STYLE}</style>\n{chr(10).join(parts)}\n</svg>\n"
+    parts.append(text((begin + end) / 2, TABLE_TOP + 4, "owners add, update"))
+    return picture("One training step: two ranks, one table", WIDTH, HEIGHT, parts)
 
 
 def _lane(rank: int, top: int) -> Iterator[str]:
@@ -82,7 +69,7 @@ def _lane(rank: int, top: int) -> Iterator[str]:
     below = rank == 0  # where the table is
     yield f'<rect class="lane" x="12" y="{top}" width="{WIDTH - 24}" height="{LANE_HEIGHT}" rx="6"/>'
     yield f'<rect class="r{rank}" x="12" y="{top}" width="5" height="{LANE_HEIGHT}" rx="2"/>'
-    yield _text(26, top + (16 if below else LANE_HEIGHT - 8), f"rank {rank}", "left")
+    yield text(26, top + (16 if below else LANE_HEIGHT - 8), f"rank {rank}", "left")
     middle = top + LANE_HEIGHT / 2
     for number, bag in enumerate(bags):
         yield from _ids(BATCH, middle + (number - 0.5) * (CELL + 4), bag)
@@ -90,7 +77,7 @@ def _lane(rank: int, top: int) -> Iterator[str]:
     yield from _vectors(FETCH, middle, [f"r{owner(row)}" for row in rows])
     yield from _vectors(POOL, middle, ["mixed"] * len(bags))
     yield f'<rect class="box" x="{NETWORK - 38}" y="{middle - 20}" width="76" height="40" rx="6"/>'
-    yield _text(NETWORK, middle + 4, "your model")
+    yield text(NETWORK, middle + 4, "your model")
     yield from _vectors(PUSH, middle, [f"r{owner(row)}" for row in rows])
     for begin, end in ((122, 166), (262, 298), (394, 428), (496, 540), (632, 706)):
         yield f'<path class="flow" d="M{begin} {middle}H{end}" marker-end="url(#h)"/>'
@@ -114,7 +101,7 @@ def _ids(middle: float, y: float, rows: Sequence[int]) -> Iterator[str]:
     for place, row in enumerate(rows):
         x = _across(middle, place, len(rows))
         yield f'<rect class="r{owner(row)}" x="{x - 11}" y="{y - 11}" width="22" height="22" rx="3"/>'
-        yield _text(x, y + 4, str(row), "id")
+        yield text(x, y + 4, str(row), "id")
 
 
 def _vectors(middle: float, y: float, kinds: Sequence[str]) -> Iterator[str]:
@@ -132,7 +119,7 @@ def _table(middle: float, *, is_after: bool) -> Iterator[str]:
         x = _across(middle, row, NUM_ROWS)
         still = "" if row in touched else " still"
         yield f'<rect class="r{owner(row)}{still}" x="{x - 11}" y="{TABLE_TOP}" width="22" height="22" rx="3"/>'
-        yield _text(x, TABLE_TOP + 15, f"{row}′" if is_after and row in touched else str(row), f"id{still}")
+        yield text(x, TABLE_TOP + 15, f"{row}′" if is_after and row in touched else str(row), f"id{still}")
 
 
 def _curve(color: int, x: float, y: float, to_x: float, to_y: float) -> str:
@@ -141,20 +128,6 @@ def _curve(color: int, x: float, y: float, to_x: float, to_y: float) -> str:
     half = (y + tip) / 2
     path = f"M{x} {y}C{x} {half} {to_x} {half} {to_x} {tip}"
     return f'<path class="a{color}" d="{path}" marker-end="url(#h{color})"/>'
-
-
-def _text(x: float, y: float, words: str, kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f'<text{named} x="{x}" y="{y}">{escape(words)}</text>'
-
-
-def _markers() -> Iterator[str]:
-    """Heads of arrows."""
-    for name in ("h", "h0", "h1"):
-        yield (
-            f'<marker id="{name}" viewBox="0 0 6 6" refX="1" refY="3" markerWidth="7" markerHeight="7" '
-            f'markerUnits="userSpaceOnUse" orient="auto"><path class="{name}" d="M0 0L6 3L0 6z"/></marker>'
-        )
 
 
 if __name__ == "__main__":
