@@ -13,8 +13,8 @@ import torch
 import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, TableSpec
 from rowmesh.checkpoint import read_manifest
-from rowmesh.collection.outputs import LocalRows
 from rowmesh.mesh import Mesh
+from rowmesh.tables.shard import LocalRows
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import main_thread
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,13 +17,10 @@ from rowmesh._support.files.advice import as_refusal
 from rowmesh._support.worker import Worker
 from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.room import Room
-from rowmesh.checkpoint.snapshot import Changed, Snapshot, Source
-from rowmesh.checkpoint.write import Increment, save
+from rowmesh.checkpoint.snapshot import Snapshot
+from rowmesh.checkpoint.write import save
 from rowmesh.mesh.peers import Peers
-
-if TYPE_CHECKING:
-    from rowmesh.checkpoint.write import RowHolder
-    from rowmesh.tables import TableSpec
+from rowmesh.tables.shard import Changed, RowHolder, Rows, Which
 
 logger = logging.getLogger("rowmesh")
 
@@ -42,7 +39,7 @@ class Base(NamedTuple):
 
 def save_increment(
     folder: Path,
-    embeddings: Source,
+    embeddings: RowHolder,
     dense: Mapping[str, Any],
     base: Base,
     *,
@@ -53,11 +50,10 @@ def save_increment(
     try:
         snapshot = Snapshot(embeddings, 0 if peers is None else peers.rank, base.changed)
     except Exception as error:  # the other ranks wait
-        save(folder, _failed(as_refusal(error)), dense, metadata=metadata, peers=peers)
+        save(folder, _Failed(as_refusal(error)), dense, metadata=metadata, peers=peers)
         raise
-    increment = Increment(base.parent, snapshot.changed_rows)
     try:
-        save(folder, snapshot, dense, metadata=metadata, peers=peers, increment=increment)
+        save(folder, snapshot, dense, metadata=metadata, peers=peers, parent=base.parent)
     finally:
         snapshot.close()
 
@@ -80,7 +76,7 @@ class BackgroundSave:
     def __init__(
         self,
         folder: Path,
-        embeddings: Source,
+        embeddings: RowHolder,
         dense: Mapping[str, Any],
         *,
         metadata: Mapping[str, Any] | None = None,
@@ -177,18 +173,14 @@ class BackgroundSave:
 
     def _save(self, folder: Path, dense: memoryview, metadata: dict[str, Any]) -> None:
         if self._failure is not None or self._snapshot is None:
-            save(folder, _failed(self._failure), dense, metadata=metadata, peers=self._peers)
+            save(folder, _Failed(self._failure), dense, metadata=metadata, peers=self._peers)
             return
         rows = self._snapshot
         rows.wait_ahead()
-        increment = None if self._base is None else Increment(self._base.parent, rows.changed_rows)
-        save(folder, rows, dense, metadata=metadata, peers=self._peers, increment=increment, beside_steps=True)
+        parent = None if self._base is None else self._base.parent
+        save(folder, rows, dense, metadata=metadata, peers=self._peers, parent=parent, beside_steps=True)
         with contextlib.suppress(OSError, MemoryError):  # the next one takes its memory when it wants it
             rows.prepare_next()
-
-
-def _failed(failure: Exception | None) -> RowHolder:
-    return cast("RowHolder", _Failed(failure))
 
 
 class _Failed:
@@ -197,8 +189,7 @@ class _Failed:
     def __init__(self, failure: Exception | None) -> None:
         self._failure = failure
 
-    @property
-    def tables(self) -> Sequence[TableSpec]:
+    def shards(self, which: Which, /) -> Sequence[Rows]:
         """Raises what failed."""
         raise self._failure or RuntimeError("no snapshot")
 

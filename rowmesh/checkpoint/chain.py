@@ -15,9 +15,10 @@ from torch import Tensor
 
 from rowmesh._support.files.regular import read_regular
 from rowmesh.checkpoint.files import SavedArray, SavedFiles, cannot_read
-from rowmesh.checkpoint.manifest import MANIFEST, ROWS, Manifest, Part, TableEntry, as_numpy, row_dtype, step_name
+from rowmesh.checkpoint.manifest import MANIFEST, Manifest, Part, TableEntry, as_numpy, step_name
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from rowmesh.ops.ranges import intersect
+from rowmesh.tables.shard import ROWS, row_dtype
 
 CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
 CHUNK_BYTES = 8 << 20  # that a thread verifies and copies at once

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.checkpoint.snapshot import Changed, Source
 from rowmesh.errors import StoreError
 from rowmesh.tables.dynamic.records import KnownBefore
+from rowmesh.tables.shard import Changed, RowHolder
 
 if TYPE_CHECKING:
     from rowmesh.tables import RowStore
@@ -36,7 +36,7 @@ class Changes:
         hook: the name of this use, of which a store has one at a time.
     """
 
-    def __init__(self, embeddings: Source, hook: str = HOOK) -> None:
+    def __init__(self, embeddings: RowHolder, hook: str = HOOK) -> None:
         self._embeddings, self._hook = embeddings, hook
         self._stores: dict[int, RowStore] = {}
         self._marks: dict[int, npt.NDArray[np.uint8] | Tensor] = {}
@@ -79,15 +79,11 @@ class Changes:
 
     def _find_stores(self) -> Iterator[tuple[RowStore, int]]:
         """The stores of all tables, with a slot that is past theirs; notes what dynamic ones know."""
-        for table in self._embeddings.tables:
-            if table.storage == "dynamic":
-                records = self._embeddings.records(table.name)
-                if records is not None and records.is_first:
-                    self._known[table.name] = records.note()
-                    yield records.arena, records.arena.num_slots
-            elif table.storage != "tensor_train":
-                for store, piece in self._embeddings.stored_pieces(table.name):
-                    yield store, piece.slots.stop
+        for shard in self._embeddings.shards("owned"):
+            if (known := shard.note()) is not None:
+                self._known[shard.spec.name] = known
+            if shard.store is not None and shard.num_slots:
+                yield shard.store, shard.num_slots
 
     def close(self) -> None:
         """Updates cost nothing more; may be called again."""

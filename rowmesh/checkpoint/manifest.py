@@ -56,10 +56,10 @@ from rowmesh._support.files.checksums import Checksums
 from rowmesh._support.files.manifest import OWN_SUM, own_sum
 from rowmesh._support.files.names import file_stem
 from rowmesh.errors import CheckpointError, DamagedCheckpointError
+from rowmesh.tables.shard import ROWS, Form
 
 FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT, DEMOTED_INCREMENT_FORMAT = 1, 2, 3, 4, 5
 """Of full ones, of increments, of both where there are dynamic tables, and of increments where these demote ids."""
-ROWS = "rows"
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
 FOLDER_PATTERN = "[0-9a-f]{16}"
@@ -196,6 +196,13 @@ class TableEntry:
     parts: tuple[Part, ...]
     cores: CoresEntry | None = None
     known: KnownEntry | None = None
+
+    @property
+    def form(self) -> Form:
+        """What finds an entry of the table."""
+        if self.known is not None:
+            return "ids"
+        return "rows" if self.cores is None else "cores"
 
     @property
     def files(self) -> list[str]:
@@ -358,11 +365,6 @@ def file_name(table: str, rank: int, kind: str) -> str:
     """
     name = file_stem(table, _MOST_OF_TABLE)
     return f"{'%2E' + name[1:] if name.startswith('.') else name}.{rank}.{kind}.npy"
-
-
-def row_dtype(num_rows: int) -> torch.dtype:
-    """In which an increment says which rows it has."""
-    return torch.int32 if num_rows <= 2**31 else torch.int64
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from rowmesh._support.faults import reach
 from rowmesh._support.files.atomic import naming
 from rowmesh._support.files.checksums import BLOCK_BYTES, Checksums, ChecksumWriter, Writable
 from rowmesh._support.files.direct import direct_file
 from rowmesh.checkpoint.manifest import as_numpy
+from rowmesh.tables.shard import RowPiece
 
 WRITTEN_ROWS = 1 << 16  # at once, 16 MiB of 64 numbers: the disk begins with them while the next are prepared
-
-
-class Piece(Protocol):
-    """Some rows of a table: values and optimizer state."""
-
-    @property
-    def rows(self) -> Sized: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def state(self) -> Mapping[str, Tensor]: ...
-    def forget(self) -> None: ...
 
 
 class NewFiles:
@@ -57,7 +45,7 @@ class NewFiles:
                     raise
                 raise file.error from None
 
-    def write_pieces(self, names: Mapping[str, str], pieces: Sequence[Piece]) -> None:
+    def write_pieces(self, names: Mapping[str, str], pieces: Sequence[RowPiece]) -> None:
         """Writes one piece after the other, without a copy of the whole.
 
         Args:

@@ -13,15 +13,12 @@ from torch import nn
 from rowmesh.collection.joint_optimizer import JointOptimizer
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.collection.optimizer import EmbeddingOptimizer
-from rowmesh.collection.outputs import LocalRows
 from rowmesh.collection.saved_groups import schedule_in_order
 from rowmesh.collection.state_form import Form, in_form
 from rowmesh.errors import CheckpointError, ConfigurationError
 from rowmesh.mesh import Mesh
-from rowmesh.placement.address_map import Piece
-from rowmesh.tables import RowStore, TableSpec
-from rowmesh.tables.cores import Cores
-from rowmesh.tables.dynamic.records import Records
+from rowmesh.tables import TableSpec
+from rowmesh.tables.shard import TableShard, Which
 
 _CONTAINERS = (dict, OrderedDict, Counter, list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -146,17 +143,17 @@ class Tables:
         self.collections = collections
         self.mesh: Mesh = collections[0].mesh
         self.tables: list[TableSpec] = [table for each in collections for table in each.tables]
-        self._owner: dict[str, EmbeddingCollection] = {}
+        names = set[str]()
         for each in collections:
             if each.mesh.group is not self.mesh.group:
                 raise ConfigurationError("two EmbeddingCollections are on different meshes; save each by itself")
             for table in each.tables:
-                if table.name in self._owner:
+                if table.name in names:
                     raise ConfigurationError(
                         f"two EmbeddingCollections have a table {table.name!r}, and a checkpoint finds tables by name; "
                         "rename one"
                     )
-                self._owner[table.name] = each
+                names.add(table.name)
 
     def synchronize(self) -> None:
         """Makes all replicas equal. Collective."""
@@ -173,35 +170,15 @@ class Tables:
         for each in self.collections:
             each.barrier()
 
-    def local_rows(self, table: str) -> list[LocalRows]:
-        """The rows of a table that this rank owns."""
-        return self._owner[table].local_rows(table)
-
-    def held_rows(self, table: str) -> list[LocalRows]:
-        """All rows of a table that this rank has."""
-        return self._owner[table].held_rows(table)
-
-    def stored_pieces(self, table: str) -> list[tuple[RowStore, Piece]]:
-        """The rows of `local_rows` as slots of the store that has them."""
-        return self._owner[table].stored_pieces(table)
+    def shards(self, which: Which) -> list[TableShard]:
+        """What this rank holds of all tables."""
+        return [shard for each in self.collections for shard in each.shards(which)]
 
     @property
     def row_epoch(self) -> tuple[int, int]:
         """Changes where rows changed otherwise than by updates."""
         epochs = [each.row_epoch for each in self.collections]
         return sum(migrations for migrations, _ in epochs), sum(sets for _, sets in epochs)
-
-    def cores(self, table: str) -> Cores:
-        """The cores of a tensor-train table."""
-        return self._owner[table].cores(table)
-
-    def records(self, table: str) -> Records | None:
-        """What a dynamic table knows on this rank."""
-        return self._owner[table].records(table)
-
-    def go_on_after(self, table: str, step: int) -> None:
-        """Says how many batches a dynamic table was given before what is loaded."""
-        self._owner[table].go_on_after(table, step)
 
 
 def has_state(part: Any) -> bool:

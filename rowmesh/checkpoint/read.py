@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from rowmesh.checkpoint.chain import SavedTable, read_chain
 from rowmesh.checkpoint.files import UNVERIFIABLE, SavedFiles
-from rowmesh.checkpoint.known import saved_shards
+from rowmesh.checkpoint.known import known_entry, saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_numpy, dtype_name
-from rowmesh.checkpoint.write import Cores, LocalRows, Records, RowHolder
 from rowmesh.errors import CheckpointError
 from rowmesh.exchange.resolve.known import no_state
 from rowmesh.tables.dynamic.records import facts_of
-
-if TYPE_CHECKING:
-    from rowmesh.tables import TableSpec
+from rowmesh.tables.dynamic.table_shard import DynamicShard
+from rowmesh.tables.shard import LocalRows, RowHolder, TableShard
+from rowmesh.tables.spec import TableSpec
 
 logger = logging.getLogger("rowmesh")
 
@@ -49,22 +49,18 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     _check_names(manifest, embeddings, folder)
     embeddings.forget_differences()
     reseeded: dict[str, tuple[int, int]] = {}
-    for table in embeddings.tables:
-        entry = manifest.tables[table.name]
-        _check_table(table, entry, optimizer_state)
-        if entry.known is not None:
-            entries = [link.manifest.tables[table.name] for link in chain]
-            records = embeddings.records(table.name)
-            _fill_records(table, records, entries, files, optimizer_state)
-            reseeded |= _reseeded(table.name, records, entry.known.seed)
-        elif entry.cores is not None:
-            _fill_cores(table.name, embeddings.cores(table.name), entry.cores, files[0], optimizer_state)
+    for shard in embeddings.shards("held"):
+        name = shard.spec.name
+        _check_table(shard, manifest.tables[name], optimizer_state)
+        if isinstance(shard, DynamicShard):
+            entries = [link.manifest.tables[name] for link in chain]
+            _fill_ids(shard, entries, files, optimizer_state)
+            reseeded |= _reseeded(shard, entries[0])
+        elif (cores := manifest.tables[name].cores) is not None:
+            _fill_cores(name, shard.tensors, cores, files[0], optimizer_state)
         else:
-            saved = SavedTable(table.name, [link.manifest.tables[table.name] for link in chain], files)
-            _fill(saved, embeddings.held_rows(table.name), optimizer_state)
-    for name, entry in manifest.tables.items():
-        if entry.known is not None:
-            embeddings.go_on_after(name, max(part.step for part in entry.known.parts))
+            saved = SavedTable(name, [link.manifest.tables[name] for link in chain], files)
+            _fill(saved, shard.views, optimizer_state)
     if reseeded:
         saved, here = next(iter(reseeded.values()))
         logger.warning(
@@ -75,12 +71,12 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     return files[0].dense()
 
 
-def _reseeded(table: str, records: Records | None, saved: int | None) -> dict[str, tuple[int, int]]:
+def _reseeded(shard: DynamicShard, entry: TableEntry) -> dict[str, tuple[int, int]]:
     """The seed that was saved and the own one by table, where they differ; only one rank of all says so of a table."""
-    if records is None or saved is None or records.seed is None:
+    saved, own = known_entry(entry).seed, None if shard.logical is None else shard.logical.seed
+    if saved is None or own is None or saved == own:
         return {}
-    is_speaker = records.is_first and 0 in records.shards
-    return {table: (saved, records.seed)} if is_speaker and saved != records.seed else {}
+    return {shard.spec.name: (saved, own)} if shard.replica == 0 and 0 in shard.shards else {}
 
 
 def _fill(table: SavedTable, pieces: Sequence[LocalRows], optimizer_state: bool) -> None:
@@ -89,28 +85,26 @@ def _fill(table: SavedTable, pieces: Sequence[LocalRows], optimizer_state: bool)
         piece.commit()
 
 
-def _fill_cores(table: str, cores: Cores, entry: CoresEntry, files: SavedFiles, optimizer_state: bool) -> None:
-    for name, target in cores.tensors.items():
+def _fill_cores(
+    table: str, tensors: Mapping[str, Tensor], entry: CoresEntry, files: SavedFiles, optimizer_state: bool
+) -> None:
+    for name, target in tensors.items():
         if optimizer_state or "." not in name:
             own = target.cpu()  # a copy where cores are on a device
             as_numpy(own)[:] = files.array(table, name, entry.files, own, tuple(own.shape))[:]
             target.copy_(own)
 
 
-def _fill_records(
-    table: TableSpec,
-    records: Records | None,
-    entries: Sequence[TableEntry],
-    files: Sequence[SavedFiles],
-    optimizer_state: bool,
+def _fill_ids(
+    shard: DynamicShard, entries: Sequence[TableEntry], files: Sequence[SavedFiles], optimizer_state: bool
 ) -> None:
-    if records is None:  # this rank has no shard of it
-        return
+    table, saved = shard.spec, []
     states = list(table.optimizer.state) if optimizer_state else []
-    forms = {"values": torch.empty(0, table.dim, dtype=table.dtype)}
-    forms |= {name: form for name, form in no_state(table).items() if name in states}
-    saved = saved_shards(table.name, entries, files, forms=forms, shards=records.shards)
-    records.load(saved, states)
+    if shard.shards:
+        forms = {"values": torch.empty(0, table.dim, dtype=table.dtype)}
+        forms |= {name: form for name, form in no_state(table).items() if name in states}
+        saved = saved_shards(table.name, entries, files, forms=forms, shards=shard.shards)
+    shard.load(saved, states, max(part.step for part in known_entry(entries[0]).parts))
 
 
 def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:
@@ -122,26 +116,27 @@ def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> Non
         )
 
 
-def _check_storage(table: TableSpec, entry: TableEntry) -> None:
-    name = table.name
-    if (entry.known is None) == (table.storage == "dynamic"):
-        saved = "stored by row" if entry.known is None else "dynamic"
+def _check_form(shard: TableShard, entry: TableEntry) -> None:
+    """Raises CheckpointError where a table is stored in another form than it was saved in."""
+    name, storage, forms = shard.spec.name, shard.spec.storage, (entry.form, shard.form)
+    if entry.form == shard.form:
+        return
+    if "ids" in forms:
+        saved = "dynamic" if entry.form == "ids" else "stored by row"
         raise CheckpointError(
-            f"table {name!r} is {saved} in the checkpoint and {table.storage} here; use the configuration it was "
-            "trained with"
+            f"table {name!r} is {saved} in the checkpoint and {storage} here; use the configuration it was trained with"
         )
-    if entry.cores is not None and table.storage != "tensor_train":
+    if entry.cores is not None:
         raise CheckpointError(
-            f"table {name!r} is tensor-train cores of ranks {entry.cores.ranks} in the checkpoint and {table.storage} "
+            f"table {name!r} is tensor-train cores of ranks {entry.cores.ranks} in the checkpoint and {storage} "
             f'here; use the configuration it was trained with (tables.{name}.storage = "tensor_train"), or fill such a '
             "table with the rows that its cores give (EmbeddingCollection.cores(…).rows)"
         )
-    if entry.cores is None and table.storage == "tensor_train":
-        raise CheckpointError(
-            f"table {name!r} is dense in the checkpoint and a tensor-train table here; use the configuration it was "
-            f'trained with (tables.{name}.storage = "dense"), or make cores of its rows with '
-            "rowmesh.tensor_train.tt_svd"
-        )
+    raise CheckpointError(
+        f"table {name!r} is dense in the checkpoint and a tensor-train table here; use the configuration it was "
+        f'trained with (tables.{name}.storage = "dense"), or make cores of its rows with '
+        "rowmesh.tensor_train.tt_svd"
+    )
 
 
 def _check_room(table: TableSpec, capacity: int) -> None:
@@ -163,8 +158,9 @@ def _rule_advice(name: str, saved: Any) -> str:
     )
 
 
-def _check_table(table: TableSpec, entry: TableEntry, optimizer_state: bool) -> None:
-    _check_storage(table, entry)
+def _check_table(shard: TableShard, entry: TableEntry, optimizer_state: bool) -> None:
+    _check_form(shard, entry)
+    table = shard.spec
     pairs: dict[str, tuple[Any, Any]] = {
         "num_rows": (entry.num_rows, table.num_rows),
         "dim": (entry.dim, table.dim),

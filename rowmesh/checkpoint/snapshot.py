@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +19,8 @@ from torch import Tensor
 from rowmesh._support.faults import reach
 from rowmesh.checkpoint.ahead import ReadAhead
 from rowmesh.checkpoint.room import SLABS_AHEAD, Room
-from rowmesh.checkpoint.store_snapshot import VALUES, StoreSnapshot
-from rowmesh.tables.dynamic.demoted_records import DemotedRecords, DemotedRows
-from rowmesh.tables.dynamic.records import KnownBefore, KnownCopy, Records
-
-if TYPE_CHECKING:
-    from rowmesh.tables import RowStore, TableSpec
-    from rowmesh.tables.row_store import Piece
+from rowmesh.checkpoint.store_snapshot import VALUES, Shard, StoreSnapshot
+from rowmesh.tables.shard import Changed, Form, Moment, RowHolder, RowPiece, TableShard, Which
 
 SHARD_ROWS = 1 << 16
 """Rows that are read at once, 16 MiB of 64 numbers: from then on their updates cost nothing more.
@@ -35,38 +29,6 @@ Between two the writing thread needs the interpreter, which a step then waits fo
 """
 AHEAD_BYTES_PER_S = 2e9
 """What copies from memory to memory reach on any machine of today."""
-
-
-class Source(Protocol):
-    """What a snapshot can be taken of: an `EmbeddingCollection`."""
-
-    @property
-    def tables(self) -> Sequence[TableSpec]: ...
-    def synchronize(self) -> None: ...
-    @property
-    def row_epoch(self) -> tuple[int, int]: ...
-    def stored_pieces(self, table: str) -> Sequence[tuple[RowStore, Piece]]: ...
-    def cores(self, table: str) -> Any: ...
-    def records(self, table: str) -> Records | None: ...
-
-
-class Changed(NamedTuple):
-    """What changed since a checkpoint.
-
-    Attributes:
-        marks: by `id` of a store, a byte for each slot: 0 where its row was not updated.
-        known: by name, what dynamic tables knew then, of those that this rank saves.
-    """
-
-    marks: Mapping[int, npt.NDArray[np.uint8]]
-    known: Mapping[str, KnownBefore] = MappingProxyType({})
-
-
-class FrozenCores:
-    """Copies of the cores of a table and their state, by name."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 class Snapshot:
@@ -81,13 +43,11 @@ class Snapshot:
         changed: what is wanted, as `Changes.take` gives it; None: all.
         room: for pre-images and copies, which no other snapshot uses meanwhile; default: of its own.
 
-    Attributes:
-        tables: of the collection.
     """
 
     def __init__(
         self,
-        embeddings: Source,
+        embeddings: RowHolder,
         rank: int = 0,
         changed: Changed | None = None,
         room: Room | None = None,
@@ -97,15 +57,11 @@ class Snapshot:
         room.reset()
         self._room = room
         self._ahead: ReadAhead | None = None
-        self.tables = tuple(embeddings.tables)
         self._stores: dict[int, StoreSnapshot] = {}
-        self._rows: dict[str, list[FrozenRows]] = {}
-        self._changed: dict[str, list[ChangedRows]] = {}
-        self._cores: dict[str, FrozenCores] = {}
-        self._records: dict[str, FrozenRecords] = {}
+        self._shards: list[FrozenShard] = []
         try:
-            for table in self.tables:
-                self._freeze(table, embeddings, rank, changed)
+            for shard in embeddings.shards("owned"):
+                self._freeze(shard, rank, changed)
             for each in self._stores.values():
                 each.open()
         except BaseException:
@@ -113,37 +69,12 @@ class Snapshot:
             raise
         reach("snapshot.taken")
 
-    def _freeze(self, table: TableSpec, embeddings: Source, rank: int, changed: Changed | None) -> None:
-        if table.storage == "dynamic":
-            self._freeze_records(table.name, embeddings.records(table.name), changed)
-            return
-        if table.storage == "tensor_train":
-            self._cores[table.name] = FrozenCores(embeddings.cores(table.name).tensors if rank == 0 else {})
-            return
-        rows, some = self._rows.setdefault(table.name, []), self._changed.setdefault(table.name, [])
-        for store, piece in embeddings.stored_pieces(table.name):
-            of_store = self._stores.setdefault(id(store), StoreSnapshot(store, self._room))
-            if changed is None:
-                rows += [FrozenRows(of_store, piece.rows[cut], piece.slots[cut]) for cut in _cuts(len(piece.rows))]
-                continue
-            slots = piece.slots
-            picked = np.flatnonzero(changed.marks[id(store)][slots.start : slots.stop : slots.step])
-            for cut in _cuts(len(picked)):
-                numbers = piece.rows.start + picked[cut] * piece.rows.step
-                at = (slots.start + picked[cut] * slots.step).astype(np.uint32)
-                some.append(ChangedRows(of_store, numbers, at))
-
-    def _freeze_records(self, table: str, records: Records | None, changed: Changed | None) -> None:
-        if records is None or not records.is_first:
-            return
-        if changed is None:
-            before, known = None, records.known()
-        else:
-            before = changed.known[table]
-            known = records.changed(before, changed.marks[id(records.arena)])
-        demoted = records.freeze_demoted(before)
-        store = self._stores.setdefault(id(records.arena), StoreSnapshot(records.arena, self._room))
-        self._records[table] = FrozenRecords(store, records, known, demoted)
+    def _freeze(self, shard: TableShard, rank: int, changed: Changed | None) -> None:
+        store, snapshot = shard.store, None
+        if store is not None and (snapshot := self._stores.get(id(store))) is None:
+            snapshot = self._stores[id(store)] = StoreSnapshot(store, self._room)
+        moment = Moment() if rank and shard.is_common else shard.freeze(changed)
+        self._shards.append(FrozenShard(shard, moment, snapshot))
 
     def read_ahead(self) -> None:
         """Has a thread copy rows in the order in which they are written, as far as the room's copies may have them.
@@ -164,13 +95,10 @@ class Snapshot:
         """Has memory ready for pre-images of the next snapshot: for some more than there were of this one."""
         self._room.prepare(sum(each.num_bytes for each in self._stores.values()), SLABS_AHEAD)
 
-    def _pieces(self) -> Iterator[_Frozen]:
+    def _pieces(self) -> Iterator[FrozenRows]:
         """In the order in which they are written."""
-        for table in self.tables:
-            yield from self._rows.get(table.name, ())
-            yield from self._changed.get(table.name, ())
-            if (records := self._records.get(table.name)) is not None:
-                yield from records.rows
+        for shard in self._shards:
+            yield from shard.rows
 
     @property
     def num_saved(self) -> int:
@@ -184,50 +112,31 @@ class Snapshot:
         is_ended = self._ahead is None or self._ahead.failure is not None
         return num_bytes if is_ended else max(num_bytes - self._room.copies.limit_bytes, 0)
 
-    def local_rows(self, table: str) -> Sequence[FrozenRows]:
-        """The rows of a table that this rank owns, shard by shard."""
-        return self._rows[table]
-
-    def held_rows(self, table: str) -> Sequence[FrozenRows]:
-        """As `local_rows`: copies of other ranks' rows are not part of it."""
-        return self._rows[table]
-
-    def changed_rows(self, table: str) -> Sequence[ChangedRows]:
-        """The wanted rows of a table that this rank owns, shard by shard."""
-        return self._changed[table]
-
-    def cores(self, table: str) -> FrozenCores:
-        """The cores of a tensor-train table."""
-        return self._cores[table]
-
-    def records(self, table: str) -> FrozenRecords | None:
-        """What is wanted of a dynamic table; None where another rank saves it."""
-        return self._records.get(table)
-
-    def go_on_after(self, table: str, step: int) -> None:
-        """Not for what is only read."""
-        raise NotImplementedError
+    def shards(self, which: Which = "owned", /) -> Sequence[FrozenShard]:
+        """The tables, as they were."""
+        return self._shards
 
     def synchronize(self) -> None:
         """No-op: all replicas were equal when it was taken."""
 
-    def forget_differences(self) -> None:
-        """No-op: nothing can be set."""
-
     def close(self) -> None:
         """Updates cost nothing more, and what is read from now on is a RowmeshError; may be called again."""
-        for each in (*self._stores.values(), *self._records.values()):
+        for each in (*self._stores.values(), *self._shards):
             each.close()
         reach("snapshot.closed")
         if self._ahead is not None:
             self._ahead.close()
 
 
-class _Frozen:
-    """One shard: values and states of some rows."""
+class FrozenRows:
+    """Values and states of some rows of a table.
 
-    def __init__(self, store: StoreSnapshot, slots: range | npt.NDArray[np.uint32]) -> None:
-        self._store, self._shard = store, store.add(slots)
+    Attributes:
+        rows: which; or ids of a dynamic table, shard by shard.
+    """
+
+    def __init__(self, store: StoreSnapshot, rows: range | npt.NDArray[np.int64], slots: Shard) -> None:
+        self.rows, self._store, self._shard = rows, store, store.add(slots)
         self._lock = threading.Lock()
         self._read: Mapping[str, Tensor] | None = None
         self._is_forgotten = False
@@ -261,10 +170,6 @@ class _Frozen:
             self._release = lambda: release(buffer)
             return True
 
-    def commit(self) -> None:
-        """Not for what is only read."""
-        raise NotImplementedError
-
     def forget(self) -> None:
         """What was read is not needed any more."""
         with self._lock:
@@ -273,83 +178,63 @@ class _Frozen:
         release()
 
 
-class FrozenRows(_Frozen):
-    """One shard of all rows.
+class FrozenShard:
+    """What a rank had of a table, or what of it changed; see `Rows`.
+
+    Args:
+        shard: the table.
+        moment: of it.
+        store: has its rows; None where there are none.
 
     Attributes:
-        rows: which rows of the table.
+        spec, form, is_common, logical: see `Rows`.
     """
 
-    def __init__(self, store: StoreSnapshot, rows: range, slots: range) -> None:
-        super().__init__(store, slots if slots.step == 1 else np.array(slots, np.uint32))
-        self.rows = rows
-
-
-class ChangedRows(_Frozen):
-    """One shard of an increment.
-
-    Attributes:
-        rows: which rows of the table, ascending; or ids of a dynamic one, shard by shard.
-    """
-
-    def __init__(self, store: StoreSnapshot, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.uint32]) -> None:
-        super().__init__(store, slots)
-        self.rows = rows
-
-
-class FrozenRecords:
-    """What a dynamic table knew on this rank, or what of it changed: `Records` that are only written.
-
-    Attributes:
-        shards: which ones.
-        step: how many batches were opened for training.
-    """
-
-    def __init__(
-        self, store: StoreSnapshot, records: Records, known: KnownCopy, demoted: DemotedRecords | None = None
-    ) -> None:
-        self._store, self._known, self._slots, self._demoted = store, known, records.slots, demoted
-        self.shards, self.step, self.is_first = records.shards, records.step, True
-        self.seed = records.seed
-        self._pieces: list[ChangedRows] | None = None
+    def __init__(self, shard: TableShard, moment: Moment, store: StoreSnapshot | None) -> None:
+        self.spec, self.is_common, self.logical = shard.spec, shard.is_common, shard.logical
+        self.form: Form = shard.form
+        self._moment, self._store = moment, store
+        self._rows: list[FrozenRows] | None = None
         self._lock = threading.Lock()
-        store.expect(self._slots(known.frames).astype(np.uint32))
+        if store is not None and moment.expected is not None:
+            store.expect(moment.expected)
+        else:
+            _ = self.rows
 
     @property
-    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """All but rows and their states."""
-        _ = self.rows  # which puts ids in order: once, whichever thread comes first
-        yield from self._known.arrays
-        if self._demoted is not None:
-            yield from self._demoted.arrays
-
-    @property
-    def rows(self) -> list[ChangedRows]:
-        """The rows in the order of the ids, each to be read once."""
+    def rows(self) -> list[FrozenRows]:
+        """The rows, in the order in which they are written, each to be read once."""
         with self._lock:
-            if self._pieces is None:
-                ids, frames = self._known.placed
-                slots = self._slots(frames).astype(np.uint32)
-                self._pieces = [ChangedRows(self._store, ids[cut], slots[cut]) for cut in _cuts(len(ids)) or [slice(0)]]
-            return self._pieces
+            if self._rows is None:
+                self._rows = []
+                if self._store is not None:
+                    for rows, slots in self._moment.places:
+                        cuts = _cuts(len(rows)) or [slice(0)]
+                        self._rows += [FrozenRows(self._store, rows[cut], _shard(slots[cut])) for cut in cuts]
+            return self._rows
 
     @property
-    def demoted_rows(self) -> Sequence[DemotedRows]:
-        """The records of demoted ids, read from the store as they were."""
-        return [] if self._demoted is None else self._demoted.rows
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """What there is beside rows."""
+        _ = self.rows  # which puts ids in order: once, whichever thread comes first
+        yield from self._moment.arrays
+
+    @property
+    def pieces(self) -> Mapping[str, Sequence[RowPiece]]:
+        """The rows."""
+        return {"": self.rows, **self._moment.apart}
 
     def close(self) -> None:
         """Steps cost nothing more."""
-        if self._demoted is not None:
-            self._demoted.close()
+        self._moment.close()
 
-    def load(self, parts: object, states: object) -> None:
-        """Not for what is only read."""
-        raise NotImplementedError
+
+def _shard(slots: range | npt.NDArray[np.uint32]) -> Shard:
+    return slots if not isinstance(slots, range) or slots.step == 1 else np.array(slots, np.uint32)
 
 
 class _FrozenState(Mapping[str, Tensor]):
-    def __init__(self, rows: _Frozen, names: Sequence[str]) -> None:
+    def __init__(self, rows: FrozenRows, names: Sequence[str]) -> None:
         self._rows, self._names = rows, names
 
     def __getitem__(self, name: str) -> Tensor:

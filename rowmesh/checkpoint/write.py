@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from rowmesh._support.faults import reach
 from rowmesh._support.files.advice import advice, as_refusal, may_pass
 from rowmesh._support.files.atomic import sync_folder, write_text
-from rowmesh._support.files.checksums import Checksums, Writable
+from rowmesh._support.files.checksums import Checksums
 from rowmesh.checkpoint.manifest import (
     DEMOTED_INCREMENT_FORMAT,
     DENSE,
@@ -28,7 +25,6 @@ from rowmesh.checkpoint.manifest import (
     KNOWN_FORMAT,
     KNOWN_INCREMENT_FORMAT,
     MANIFEST,
-    ROWS,
     CoresEntry,
     Identity,
     KnownEntry,
@@ -38,23 +34,18 @@ from rowmesh.checkpoint.manifest import (
     Part,
     RowRange,
     TableEntry,
-    as_numpy,
     dtype_name,
     file_name,
-    row_dtype,
 )
-from rowmesh.checkpoint.new_files import NewFiles, Piece, write_whole
+from rowmesh.checkpoint.new_files import NewFiles, write_whole
 from rowmesh.checkpoint.owned import check_free, remove_files
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.mesh.peers import Peers
 from rowmesh.tables.dynamic.demoted_records import IDS as DEMOTED_IDS
-from rowmesh.tables.dynamic.demoted_records import PREFIX
 from rowmesh.tables.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
 from rowmesh.tables.dynamic.records import REMOVED, facts_of
-from rowmesh.tables.dynamic.saved_shards import SavedShards
-
-if TYPE_CHECKING:
-    from rowmesh.tables import TableSpec
+from rowmesh.tables.shard import ROWS, Form, LogicalShards, Rows, RowSource
+from rowmesh.tables.spec import TableSpec
 
 T = TypeVar("T")
 
@@ -62,82 +53,14 @@ WRITING = "writing a checkpoint"
 """What ranks do, for the message of a PeerError."""
 
 
-class LocalRows(Piece, Protocol):
-    """Some rows of a table in this rank's memory: their numbers, values and optimizer state."""
-
-    @property
-    def rows(self) -> range: ...
-    def commit(self) -> None: ...
-
-
-class Cores(Protocol):
-    """The cores of a tensor-train table and their optimizer state, by name."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-
-class Records(Protocol):
-    """What a dynamic table knows on this rank: see `rowmesh.tables.dynamic.records`."""
-
-    @property
-    def shards(self) -> range: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def is_first(self) -> bool: ...
-    @property
-    def seed(self) -> int | None: ...
-    @property
-    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]: ...
-    @property
-    def rows(self) -> Sequence[ChangedRows]: ...
-    @property
-    def demoted_rows(self) -> Sequence[ChangedRows]: ...
-    def load(self, parts: Sequence[SavedShards], states: Sequence[str]) -> None: ...
-
-
-class RowHolder(Protocol):
-    """What can be checkpointed: an `EmbeddingCollection`."""
-
-    @property
-    def tables(self) -> Sequence[TableSpec]: ...
-    def synchronize(self) -> None: ...
-    def forget_differences(self) -> None: ...
-    def local_rows(self, table: str) -> Sequence[LocalRows]: ...
-    def held_rows(self, table: str) -> Sequence[LocalRows]: ...
-    def cores(self, table: str) -> Cores: ...
-    def records(self, table: str) -> Records | None: ...
-    def go_on_after(self, table: str, step: int) -> None: ...
-
-
-class ChangedRows(Piece, Protocol):
-    """As `LocalRows`, for rows that have no order."""
-
-    @property
-    def rows(self) -> npt.NDArray[np.int64]: ...
-
-
-class Increment(NamedTuple):
-    """What is written of rows in place of all.
-
-    Attributes:
-        parent: the checkpoint that it adds to.
-        rows: those of a table that this rank owns and that changed since; of a dynamic table `records` has what did.
-    """
-
-    parent: Parent
-    rows: Callable[[str], Sequence[ChangedRows]]
-
-
 def save(
     folder: Path,
-    embeddings: RowHolder,
+    embeddings: RowSource,
     dense: Mapping[str, Any] | memoryview,
     *,
     metadata: Mapping[str, Any] | None = None,
     peers: Peers | None = None,
-    increment: Increment | None = None,
+    parent: Parent | None = None,
     replaces: Identity | None = None,
     beside_steps: bool = False,
 ) -> None:
@@ -153,7 +76,7 @@ def save(
         dense: state dictionaries, for `torch.save`, or what it wrote of them; rank 0's are written.
         metadata: JSON values for the manifest.
         peers: the ranks; default: this process alone.
-        increment: which rows to write; default: all, which makes a full checkpoint.
+        parent: the checkpoint that the rows of `embeddings` add to: those that changed since. Default: they are all.
         replaces: the increment that this one is made of.
         beside_steps: whether training goes on meanwhile, so that large files are to pass the page cache.
 
@@ -166,14 +89,13 @@ def save(
     embeddings.synchronize()
     peers = peers or Peers()
     rank, token = peers.rank, peers.gather(secrets.token_hex(8), WRITING)[0]
-    target = folder / token
+    target, specs = folder / token, list[tuple[TableSpec, Form]]()
     try:
         _together(lambda: _prepare(folder, target) if rank == 0 else None, folder, peers)
         written = _together(
-            lambda: _write_rows(NewFiles(target, beside_steps), embeddings, dense, rank, increment), folder, peers
+            lambda: _write_rows(NewFiles(target, beside_steps), embeddings, dense, rank, specs), folder, peers
         )
-        parent = None if increment is None else increment.parent
-        manifest = _manifest(token, embeddings.tables, written, dict(metadata or {}), parent)
+        manifest = _manifest(token, specs, written, dict(metadata or {}), parent)
         manifest = replace(manifest, replaces=replaces)
         _together(lambda: _publish(folder, manifest) if rank == 0 else None, folder, peers)
     except BaseException:
@@ -203,38 +125,17 @@ def _prepare(folder: Path, target: Path) -> None:
 
 def _write_rows(
     new: NewFiles,
-    embeddings: RowHolder,
+    embeddings: RowSource,
     dense: Mapping[str, Any] | memoryview,
     rank: int,
-    increment: Increment | None,
+    specs: list[tuple[TableSpec, Form]],
 ) -> _Written:
     parts = {}
-    for table in embeddings.tables:
-        if table.storage == "dynamic":
-            parts[table.name] = _write_records(new, table.name, embeddings.records(table.name), rank)
-            continue
-        if table.storage == "tensor_train":
-            files = {}
-            if rank == 0:
-                files = _write_cores(new, table.name, embeddings.cores(table.name))
-            parts[table.name] = Part(rank, (), files)
-            continue
-        files = {}
-        if increment is not None:
-            changed, ranges = increment.rows(table.name), ()
-            pieces, num_changed = changed, sum(len(piece.rows) for piece in changed)
-            if changed:
-                files[ROWS] = file_name(table.name, rank, ROWS)
-                write = partial(_write_numbers, pieces=changed, dtype=row_dtype(table.num_rows))
-                new.write(files[ROWS], write, "checkpoint.write_rows")
-        else:
-            pieces = [piece for piece in embeddings.local_rows(table.name) if len(piece.rows)]
-            ranges, num_changed = tuple(RowRange.of(piece.rows) for piece in pieces), 0
-        if pieces:
-            names = {kind: file_name(table.name, rank, kind) for kind in ("values", *pieces[0].state)}
-            files |= names
-            new.write_pieces(names, pieces)
-        parts[table.name] = Part(rank, ranges, files, num_changed)
+    waiting = [*embeddings.shards("owned")]
+    while waiting:  # a table that is written need not be known any more
+        rows = waiting.pop(0)
+        specs.append((rows.spec, rows.form))
+        parts[rows.spec.name] = _write_table(new, rows, rank)
     if rank == 0:
         new.write(DENSE, partial(_write_dense, dense), "checkpoint.write_dense")
     reach("checkpoint.sync", new.folder)
@@ -242,31 +143,34 @@ def _write_rows(
     return _Written(parts, new.checksums)
 
 
-def _write_cores(new: NewFiles, table: str, cores: Cores) -> dict[str, str]:
-    files = {}
-    for name, tensor in cores.tensors.items():
-        files[name] = file_name(table, 0, name)
-        new.write(files[name], partial(write_whole, array=as_numpy(tensor.cpu())), "checkpoint.write_cores")
-    return files
-
-
-def _write_records(new: NewFiles, table: str, records: Records | None, rank: int) -> KnownPart:
-    """What this rank has of a dynamic table: nothing, where that is another one's to write."""
-    if records is None or not records.is_first:
-        return KnownPart(rank, 0, 0, 0, 0, 0, {})
-    files, sizes = {}, {}
-    for kind, array in records.arrays:
+def _write_table(new: NewFiles, rows: Rows, rank: int) -> Part | KnownPart:
+    """Writes what this rank has of a table; the first rank alone what all have."""
+    table, files, sizes, ranges = rows.spec.name, {}, {}, list[RowRange]()
+    if rank and rows.is_common:
+        return Part(rank, (), {})
+    point = "checkpoint.write_cores" if rows.form == "cores" else "checkpoint.write_rows"
+    for kind, array in rows.arrays:
         files[kind], sizes[kind] = file_name(table, rank, kind), len(array)
-        new.write(files[kind], partial(write_whole, array=array), "checkpoint.write_rows")
-    for prefix, pieces in (("", records.rows), (PREFIX, records.demoted_rows)):
+        new.write(files[kind], partial(write_whole, array=array), point)
+    for prefix, pieces in rows.pieces.items():
         if pieces:
             names = {kind: file_name(table, rank, prefix + kind) for kind in ("values", *pieces[0].state)}
             files |= {prefix + kind: name for kind, name in names.items()}
+            ranges += [RowRange.of(piece.rows) for piece in pieces if isinstance(piece.rows, range)]
             new.write_pieces(names, pieces)
-    shards, num_removed, num_demoted = records.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
-    numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], records.step)
+    if rows.form == "ids":
+        return _known_part(rank, rows.logical, files, sizes)
+    return Part(rank, tuple(ranges), files, sizes.get(ROWS, 0))
+
+
+def _known_part(rank: int, logical: LogicalShards | None, files: dict[str, str], sizes: Mapping[str, int]) -> KnownPart:
+    """What this rank has of a dynamic table: nothing, where that is another one's to write."""
+    if logical is None:
+        return KnownPart(rank, 0, 0, 0, 0, 0, {})
+    shards, num_removed, num_demoted = logical.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
+    numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], logical.step)
     num_demoted_removed = sizes.get(DEMOTED_REMOVED, 0)
-    return KnownPart(rank, *numbers, files, num_removed, num_demoted, num_demoted_removed, records.seed)
+    return KnownPart(rank, *numbers, files, num_removed, num_demoted, num_demoted_removed, logical.seed)
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
@@ -276,46 +180,49 @@ def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
         torch.save(dict(values), file)
 
 
-def _write_numbers(file: Writable, pieces: Sequence[ChangedRows], dtype: torch.dtype) -> None:
-    """Which rows there are in an increment."""
-    numbers = torch.from_numpy(np.concatenate([piece.rows for piece in pieces]))
-    write_whole(file, as_numpy(numbers.to(dtype)))
-
-
 def _manifest(
     token: str,
-    tables: Sequence[TableSpec],
+    tables: Sequence[tuple[TableSpec, Form]],
     written: Sequence[_Written],
     metadata: dict[str, Any],
     parent: Parent | None,
 ) -> Manifest:
-    entries, parts = {}, [each.parts for each in written]
-    for table in tables:
-        facts = (table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name)
-        of_table = [by_table[table.name] for by_table in parts]
-        if table.storage == "tensor_train":
-            shape, files = table.tensor_train_shape, parts[0][table.name].files
-            cores = CoresEntry(shape.row_factors, shape.dim_factors, shape.ranks, files)
-            entries[table.name] = TableEntry(*facts, (), cores)
-            continue
-        if table.storage == "dynamic":
-            known = tuple(
-                part for by_table in parts if isinstance(part := by_table[table.name], KnownPart) and part.files
-            )
-            entries[table.name] = TableEntry(*facts, (), known=KnownEntry(facts_of(table), known))
-            continue
-        own = tuple(part for part in of_table if isinstance(part, Part) and part.count)
-        covered = sum(part.count for part in own)
-        if covered != table.num_rows and parent is None:
+    entries = {}
+    for table, form in tables:
+        parts = [of_rank.parts[table.name] for of_rank in written]
+        entries[table.name] = entry = _ENTRIES[form](table, parts)
+        covered = sum(part.count for part in entry.parts)
+        if form == "rows" and covered != table.num_rows and parent is None:
             raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
-        entries[table.name] = TableEntry(*facts, own)
     checksums = {name: each for of_rank in written for name, each in of_rank.checksums.items()}
     number = FORMAT if parent is None else INCREMENT_FORMAT
     if any(entry.known for entry in entries.values()):
         number = KNOWN_FORMAT if parent is None else KNOWN_INCREMENT_FORMAT
         if parent is not None and any(entry.known and entry.known.demotes for entry in entries.values()):
             number = DEMOTED_INCREMENT_FORMAT
-    return Manifest(token, len(parts), entries, metadata, checksums, number, parent)
+    return Manifest(token, len(written), entries, metadata, checksums, number, parent)
+
+
+def _entry_of_rows(table: TableSpec, parts: Sequence[Part | KnownPart]) -> TableEntry:
+    return TableEntry(*_facts(table), tuple(part for part in parts if isinstance(part, Part) and part.count))
+
+
+def _entry_of_ids(table: TableSpec, parts: Sequence[Part | KnownPart]) -> TableEntry:
+    known = tuple(part for part in parts if isinstance(part, KnownPart) and part.files)
+    return TableEntry(*_facts(table), (), known=KnownEntry(facts_of(table), known))
+
+
+def _entry_of_cores(table: TableSpec, parts: Sequence[Part | KnownPart]) -> TableEntry:
+    shape = table.tensor_train_shape
+    cores = CoresEntry(shape.row_factors, shape.dim_factors, shape.ranks, parts[0].files)
+    return TableEntry(*_facts(table), (), cores)
+
+
+def _facts(table: TableSpec) -> tuple[int, int, str, str]:
+    return table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name
+
+
+_ENTRIES = {"rows": _entry_of_rows, "ids": _entry_of_ids, "cores": _entry_of_cores}
 
 
 def _publish(folder: Path, manifest: Manifest) -> None:

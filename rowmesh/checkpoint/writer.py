@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
 from rowmesh.checkpoint.chain import read_manifest
@@ -16,16 +16,13 @@ from rowmesh.checkpoint.manifest import Identity, Parent
 from rowmesh.checkpoint.owned import is_whole, remove
 from rowmesh.checkpoint.room import Room
 from rowmesh.checkpoint.series import Series
-from rowmesh.checkpoint.snapshot import Snapshot, Source
-from rowmesh.checkpoint.write import WRITING, RowHolder, save
+from rowmesh.checkpoint.snapshot import Snapshot
+from rowmesh.checkpoint.write import WRITING, save
 from rowmesh.errors import CheckpointError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.together import on_rank_0
 from rowmesh.mesh.waiting import gather_objects
-
-
-class Rows(Source, RowHolder, Protocol):
-    """Whose rows are written."""
+from rowmesh.tables.shard import RowHolder
 
 
 class Rules(NamedTuple):
@@ -84,7 +81,7 @@ class Writer:
         last: likewise, with those that were written since.
     """
 
-    def __init__(self, series: Series, rows: Rows, mesh: Mesh, rules: Rules, last: int = 0) -> None:
+    def __init__(self, series: Series, rows: RowHolder, mesh: Mesh, rules: Rules, last: int = 0) -> None:
         self._series, self._rows, self._mesh, self._rules, self.last = series, rows, mesh, rules, last
         self._under_way: _UnderWay | None = None
         self._room = Room(rules.copy_bytes, sharers=mesh.hosts.count(mesh.hosts[mesh.rank]))

@@ -11,9 +11,9 @@ from rowmesh._support.faults import reach
 from rowmesh._support.interrupts import hold, release
 from rowmesh._support.turns import wait_for_those_before
 from rowmesh.collection.module import EmbeddingCollection
-from rowmesh.collection.outputs import LocalRows
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.mesh.waiting import gather_objects
+from rowmesh.tables.shard import LocalRows
 from rowmesh.tables.spec import names_of
 
 
@@ -68,7 +68,7 @@ class AveragedRows:
         self._embeddings, self.decay, self.num_updates = embeddings, decay, 0
         self._migrations = embeddings.engine.num_migrations
         # By piece of rows: its average, None while that stands in their place, and then the rows.
-        self._averages: list[Tensor | None] = [values.detach().cpu().clone() for values, _ in self._current()]
+        self._averages: list[Tensor | None] = [each.values.detach().cpu().clone() for each in self._current()]
         self._rows: list[Tensor | None] = [None] * len(self._averages)
 
     def update(self) -> None:
@@ -84,15 +84,14 @@ class AveragedRows:
                 "`applied()` has ended, or after restore()"
             )
         with _held():  # all tables have as many updates
-            for average, (values, piece) in zip(self._averages, self._current(), strict=True):
+            for average, piece in zip(self._averages, self._current(), strict=True):
                 assert average is not None
-                now = values.detach().cpu()
+                now = piece.values.detach().cpu()
                 if self.num_updates:
                     average.lerp_(now, 1 - self.decay)
                 else:
                     average.copy_(now)
-                if piece is not None:
-                    piece.forget()
+                piece.forget()
             self.num_updates += 1
 
     @contextmanager
@@ -154,20 +153,20 @@ class AveragedRows:
                 raise failures[0]
 
     def _put_averages(self) -> None:
-        for number, (values, piece) in enumerate(self._current()):
+        for number, piece in enumerate(self._current()):
             reach("averaged_rows.put")
-            self._rows[number] = values.detach().cpu().clone()  # from here on `_put_rows` sets them
-            _set(values, piece, self._averages[number])
+            self._rows[number] = piece.values.detach().cpu().clone()  # from here on `_put_rows` sets them
+            _set(piece, self._averages[number])
             self._averages[number] = None  # its memory: the average is where the rows were
 
     def _put_rows(self) -> None:
-        for number, (values, piece) in enumerate(self._current()):
+        for number, piece in enumerate(self._current()):
             if (rows := self._rows[number]) is None:
                 continue
             reach("averaged_rows.put_back")
             if self._averages[number] is None:
-                self._averages[number] = values.detach().cpu().clone()
-            _set(values, piece, rows)
+                self._averages[number] = piece.values.detach().cpu().clone()
+            _set(piece, rows)
             self._rows[number] = None
 
     def _on_every_rank(self, action: Callable[[], None], doing: str) -> None:
@@ -183,13 +182,10 @@ class AveragedRows:
         if failed := [f"{mesh.name(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason]:
             raise RowmeshError(f"{doing} failed on rank {failed[0]}")
 
-    def _current(self) -> Iterator[tuple[Tensor, LocalRows | None]]:
-        """Rows or cores, and what is to be committed after a change."""
-        for table in self._embeddings.tables:
-            if table.storage == "tensor_train":
-                yield from ((core, None) for core in self._embeddings.cores(table.name).cores)
-            else:
-                yield from ((piece.values, piece) for piece in self._embeddings.held_rows(table.name))
+    def _current(self) -> Iterator[LocalRows]:
+        """Rows, and cores, of which each is to be committed after a change."""
+        for shard in self._embeddings.shards("held"):
+            yield from shard.views
 
     def _check(self) -> None:
         if self._embeddings.engine.num_migrations != self._migrations:
@@ -206,8 +202,7 @@ def _held() -> Iterator[None]:
         release()
 
 
-def _set(values: Tensor, piece: LocalRows | None, now: Tensor | None) -> None:
+def _set(piece: LocalRows, now: Tensor | None) -> None:
     assert now is not None
-    values.copy_(now)
-    if piece is not None:
-        piece.commit()
+    piece.values.copy_(now)
+    piece.commit()

@@ -44,11 +44,10 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, StepRefusedError, agree_to_migrate
 from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
-from rowmesh.exchange.resolve.asked import DynamicTable
 from rowmesh.exchange.resolve.collected import make_resolver
 from rowmesh.exchange.resolve.known import KnownRows, known_rows
 from rowmesh.exchange.resolve.pins import BatchPin
-from rowmesh.exchange.resolve.resolver import Resolver, Resolving, plain_of
+from rowmesh.exchange.resolve.resolver import Resolving, plain_of
 from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.exchange.router import make_router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
@@ -60,10 +59,11 @@ from rowmesh.ops.unshared import are_unshared
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import DenseArena, RowStore, TableSpec, fuse
+from rowmesh.tables import DenseArena, TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
-from rowmesh.tables.dynamic.records import Records
+from rowmesh.tables.dynamic.table_shard import DynamicShard
+from rowmesh.tables.shard import CoreShard, StoredShard, TableShard, Which
 from rowmesh.tables.spec import names_of
 from rowmesh.tables.update_rules import Rate
 
@@ -798,8 +798,28 @@ class Engine:
             for each in self._all:
                 each.forget()
 
-    def find_rows(self, table: str) -> tuple[ShardGroup, GroupExchange, int]:
-        """Where the rows of a table are, up to date on this rank: its shard group, its group, its number there."""
+    def shards(self, tables: Sequence[TableSpec], which: Which) -> list[TableShard]:
+        """What this rank holds of tables, up to date but for "group": that is as it is, and nothing is waited for."""
+        return [self._shard(table, which) for table in tables]
+
+    def _shard(self, table: TableSpec, which: Which) -> TableShard:
+        find = self.shard_groups.place_of if which == "group" else self._find
+        shard_group, exchange, number = find(table.name)
+        if isinstance(shard_group, CoreShardGroup):
+            return CoreShard(table, shard_group.cores(table.name))
+        if not exchange.is_dynamic:
+            return _stored_shard(table, shard_group, exchange, number, which)
+        assert self.resolver is not None
+        assert isinstance(exchange.arena, DenseArena)
+        if which != "group":
+            self.resolver.check_idle("save and load")
+        found = self.resolver.tables[table.name]
+        owned = None if which == "owned" and found.replica else found.owned  # the first replica has it for all
+        how = {"step": self.resolver.step, "replica": found.replica, "go_on_after": self.resolver.go_on_after}
+        return DynamicShard(table, owned, exchange.arena, **how)
+
+    def find_rows(self, table: str, which: Which) -> StoredShard:
+        """The rows of a table that has them by number, up to date on this rank."""
         shard_group, exchange, number = self._find(table)
         if exchange.is_dynamic:
             raise ConfigurationError(
@@ -810,28 +830,16 @@ class Engine:
                 f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
                 f"nowhere; cores({table!r}) gives what they are computed from"
             )
-        return shard_group, exchange, number
+        return _stored_shard(exchange.group.tables[number], shard_group, exchange, number, which)
 
     def known_rows(self, table: str) -> KnownRows:
         """The ids and rows of a dynamic table on this rank."""
-        _, found, arena = self._find_dynamic(table, "read known rows")
-        return known_rows(found.spec, found.owned, arena)
-
-    def records(self, table: str) -> Records | None:
-        """What a dynamic table knows on this rank; None where it has no shard of it."""
-        resolver, found, arena = self._find_dynamic(table, "save and load")
-        if found.owned is None:
-            return None
-        assert isinstance(arena, DenseArena)
-        return Records(found.spec, found.owned, arena, step=resolver.step, is_first=found.replica == 0)
-
-    def _find_dynamic(self, table: str, doing: str) -> tuple[Resolver, DynamicTable, RowStore]:
-        """What decides of a dynamic table, the table, and what has its rows; no pipeline has opened batches ahead."""
         if self.resolver is None or table not in self.resolver.tables:
             raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
         _, exchange, _ = self._find(table)
-        self.resolver.check_idle(doing)
-        return self.resolver, self.resolver.tables[table], exchange.arena
+        self.resolver.check_idle("read known rows")
+        found = self.resolver.tables[table]
+        return known_rows(found.spec, found.owned, exchange.arena)
 
     def find_cores(self, table: str) -> Cores:
         """The cores of a tensor-train table."""
@@ -921,6 +929,15 @@ class Engine:
     def _dynamic_means(self) -> list[DynamicMeans]:
         """What averages dynamic tables; it exists once shard groups are connected."""
         return [each.synchronizer for each in self._stored if isinstance(each.synchronizer, DynamicMeans)]
+
+
+def _stored_shard(
+    table: TableSpec, shard_group: ShardGroup, exchange: GroupExchange, number: int, which: Which
+) -> StoredShard:
+    pieces = exchange.address_map.held(number) if which == "held" else exchange.address_map.owned(number)
+    if which == "owned":
+        pieces = map(shard_group.share, pieces)
+    return StoredShard(table, exchange.arena, list(pieces))
 
 
 def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:

@@ -16,7 +16,7 @@ from rowmesh._support.counters import CommonCounters, GroupCounters
 from rowmesh._support.turns import wait_for_those_before
 from rowmesh.collection.engine import Engine, Rows, stored_shapes
 from rowmesh.collection.module_hooks import TableModule, all_frozen, frozen_or_not
-from rowmesh.collection.outputs import Embeddings, LocalRows, views_of
+from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.handshake import agree_on_tables
 from rowmesh.exchange.migration import Moved
@@ -32,19 +32,18 @@ from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.mesh.threads import warn_of_threads
 from rowmesh.ops.untraced import untraced
 from rowmesh.placement import Plan
-from rowmesh.placement.address_map import Piece
 from rowmesh.placement.frames import framed, replicas_of_dynamic, with_frames
 from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import KeyedJagged, as_batch, with_empty_bags
 from rowmesh.sparse.whole import whole_numbers
-from rowmesh.tables import RowStore, TableSpec, Tiers
+from rowmesh.tables import TableSpec, Tiers
 from rowmesh.tables.cache import TierCounters
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.cores import Cores
 from rowmesh.tables.dynamic.counters import DynamicCounters
 from rowmesh.tables.dynamic.hooks import DecisionHook
-from rowmesh.tables.dynamic.records import Records
 from rowmesh.tables.dynamic.state import Statistics
+from rowmesh.tables.shard import LocalRows, TableShard, Which
 from rowmesh.tables.spec import check_tables, with_moment_scale
 from rowmesh.tables.update_rules import Rate
 
@@ -296,14 +295,22 @@ class EmbeddingCollection(TableModule):
             KeyError: there is no such table.
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
-        shard_group, exchange, number = self.engine.find_rows(table)
-        pieces = [shard_group.share(piece) for piece in exchange.address_map.owned(number)]
-        return [view for piece in pieces for view in views_of(exchange, piece)]
+        return self.engine.find_rows(table, "owned").views
 
-    def stored_pieces(self, table: str) -> list[tuple[RowStore, Piece]]:
-        """The rows of `local_rows` as slots of the store that has them; for `checkpoint.snapshot`."""
-        shard_group, exchange, number = self.engine.find_rows(table)
-        return [(exchange.arena, shard_group.share(piece)) for piece in exchange.address_map.owned(number)]
+    def shards(self, which: Which) -> list[TableShard]:
+        """What this rank holds of all tables, in their order, until the next step: what is saved, loaded, published.
+
+        Every rank must call it alike.
+
+        Args:
+            which: "owned": every row of a table is in the shards of one rank, and replicas share them (`synchronize`
+                first); "held": all rows that are here, copies too, which can be set after `forget_differences`;
+                "group": those that this rank owns within its replica group, without waiting for anything.
+
+        Raises:
+            RowmeshError: a pipeline has opened batches of dynamic tables whose steps have not come.
+        """
+        return self.engine.shards(self.tables, which)
 
     @property
     def row_epoch(self) -> tuple[int, int]:
@@ -315,8 +322,7 @@ class EmbeddingCollection(TableModule):
 
         For errors see `local_rows`. To set values, on all replicas alike, call `forget_differences` first.
         """
-        _, exchange, number = self.engine.find_rows(table)
-        return [view for piece in exchange.address_map.held(number) for view in views_of(exchange, piece)]
+        return self.engine.find_rows(table, "held").views
 
     def known_rows(self, table: str) -> KnownRows:
         """The ids that a dynamic table knows on this rank, with their rows, optimizer state and statistics: copies.
@@ -328,19 +334,6 @@ class EmbeddingCollection(TableModule):
             ConfigurationError: there is no such dynamic table.
         """
         return self.engine.known_rows(table)
-
-    def records(self, table: str) -> Records | None:
-        """What a dynamic table knows on this rank, for checkpoints; None where there is nothing.
-
-        Raises:
-            ConfigurationError: there is no such dynamic table.
-        """
-        return self.engine.records(table)
-
-    def go_on_after(self, table: str, step: int) -> None:
-        """Says how many batches a dynamic table, and with it all of them, were given before what a checkpoint holds."""
-        if self.engine.resolver is not None and table in self.engine.resolver.tables:
-            self.engine.resolver.go_on_after(step)
 
     def statistics(self, table: str, ids: Sequence[int] | np.ndarray | torch.Tensor) -> Statistics:
         """How often ids of a dynamic table occurred, when last, and their scores. Collective; ranks may ask for others.

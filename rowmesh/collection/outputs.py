@@ -1,4 +1,4 @@
-"""What a collection hands out: the vectors of a look-up and how they are made, and views of rows that a rank holds."""
+"""What a look-up gives: the vectors of features, and how they are made."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rowmesh.collection.pooling import PoolFunction, Pooling
 from rowmesh.errors import ConfigurationError, DataError
-from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.layout import Layouts
 from rowmesh.exchange.route import AnyRouteGroup
 from rowmesh.ops.transfer import upload
-from rowmesh.placement import Piece
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import RowStore, TableGroup, TableSpec
+from rowmesh.tables import TableGroup, TableSpec
 from rowmesh.tables.dense import compute_dtype
-
-STORED_ROWS = 65_536
-"""Rows that are copied at a time."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,76 +86,6 @@ class JaggedRows:
 
     def __repr__(self) -> str:
         return f"JaggedRows({len(self.offsets) - 1:,} samples, rows {list(self.values.shape)}, {self.values.dtype})"
-
-
-@dataclass(frozen=True)
-class LocalRows:
-    """Some rows of a table that are in this rank's memory.
-
-    Attributes:
-        rows: which rows of the table they are.
-        values: `[n, D]`, a view of the arena.
-        state: optimizer state by name, `[n, D]` or `[n]`, views.
-    """
-
-    rows: range
-    values: Tensor
-    state: dict[str, Tensor]
-
-    def commit(self) -> None:
-        """Puts values and state that were changed where rows are kept: these are there already."""
-
-    def forget(self) -> None:
-        """Frees what was copied: nothing was."""
-
-
-class StoredRows(LocalRows):
-    """Some rows of a tiered table or on a device: copies, read when they are asked for, which only `commit` writes
-    back.
-
-    Attributes:
-        rows: which rows of the table they are.
-    """
-
-    def __init__(self, arena: RowStore, rows: range, slots: range) -> None:
-        object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "_source", (arena, np.array(slots, np.uint32)))
-
-    @classmethod
-    def of(cls, arena: RowStore, piece: Piece) -> list[LocalRows]:
-        """A piece of a table, in parts small enough to be read one by one."""
-        cuts = [slice(first, first + STORED_ROWS) for first in range(0, len(piece.rows), STORED_ROWS)]
-        return [cls(arena, piece.rows[cut], piece.slots[cut]) for cut in cuts]
-
-    def __getattr__(self, name: str) -> Any:
-        """Reads values and state at first sight."""
-        if name not in ("values", "state"):
-            raise AttributeError(name)
-        arena, slots = self._source
-        values, state = arena.read_rows(slots)
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "state", state)
-        return values if name == "values" else state
-
-    def commit(self) -> None:
-        """Writes values and state, and forgets them."""
-        arena, slots = self._source
-        arena.write_rows(slots, self.values, self.state)
-        self.forget()
-
-    def forget(self) -> None:
-        """Frees the copies; they are read again when they are asked for."""
-        for name in ("values", "state"):
-            self.__dict__.pop(name, None)
-
-
-def views_of(exchange: GroupExchange, piece: Piece) -> list[LocalRows]:
-    """A piece of a table where it lies; copies of its parts where it is in tiers or on a device."""
-    arena: RowStore = exchange.arena
-    if not arena.has_views:
-        return StoredRows.of(arena, piece)
-    part = slice(piece.slots.start, piece.slots.stop, piece.slots.step)
-    return [LocalRows(piece.rows, arena.rows[part], {name: tensor[part] for name, tensor in arena.state.items()})]
 
 
 def split_apart(values: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:

@@ -7,21 +7,19 @@ rank has an equal block, whatever the plan: so any number of ranks can load it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from rowmesh.collection.outputs import LocalRows
 from rowmesh.collection.state_form import state_form
 from rowmesh.errors import CheckpointError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.reshard import Block, block, bytes_of_row, reshard
 from rowmesh.mesh.waiting import gather_objects
 from rowmesh.tables import TableSpec
-from rowmesh.tables.cores import Cores
-from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.shard import Field, LocalRows, RowHolder, TableShard, fields_of
 from rowmesh.tables.spec import names_of
 
 if TYPE_CHECKING:
@@ -31,19 +29,12 @@ Kind = Literal["rows", "optimizer"]
 _SAVING, _LOADING = "gathering rows for a state dictionary", "loading rows of a state dictionary"
 
 
-class Holder(Protocol):
+class Holder(RowHolder, Protocol):
     """What has rows: an `EmbeddingCollection`."""
 
     mesh: Mesh
 
-    @property
-    def tables(self) -> Sequence[TableSpec]: ...
-    def synchronize(self) -> None: ...
-    def forget_differences(self) -> None: ...
     def barrier(self) -> None: ...
-    def local_rows(self, table: str) -> list[LocalRows]: ...
-    def held_rows(self, table: str) -> list[LocalRows]: ...
-    def cores(self, table: str) -> Cores: ...
 
 
 class Entry(NamedTuple):
@@ -51,15 +42,11 @@ class Entry(NamedTuple):
 
     Attributes:
         table: whose it is.
-        field: "values", the name of an optimizer state, or that of a core or its state.
-        shape: of the whole tensor.
-        dtype: of its numbers.
+        field: what it has of the table.
     """
 
     table: TableSpec
-    field: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    field: Field
 
 
 class _Field:
@@ -84,16 +71,10 @@ def entries(holder: Holder, kind: Kind) -> dict[str, Entry]:
     """The tensors of one kind by name."""
     found = {}
     for table in holder.tables:
-        if table.storage == "tensor_train":
-            for name, tensor in holder.cores(table.name).tensors.items():
-                if ("." in name) == (kind == "optimizer"):
-                    found[f"{table.name}.{name}"] = Entry(table, name, tuple(tensor.shape), tensor.dtype)
-        elif kind == "rows":
-            found[f"{table.name}.weight"] = Entry(table, "values", (table.num_rows, table.dim), table.dtype)
-        else:
-            for name, extent in table.optimizer.state.items():
-                shape = (table.num_rows,) if extent == "row" else (table.num_rows, table.dim)
-                found[f"{table.name}.{name}"] = Entry(table, name, shape, compute_dtype(table.dtype))
+        for field in fields_of(table):
+            if field.is_state == (kind == "optimizer"):
+                name = "weight" if field.name == "values" else field.name
+                found[f"{table.name}.{name}"] = Entry(table, field)
     return found
 
 
@@ -130,16 +111,17 @@ def save_rows(holder: Holder, kind: Kind) -> dict[str, Tensor]:
             "any number of ranks; for torch.distributed.checkpoint wrap what you save in rowmesh.ShardedState"
         )
     holder.synchronize()
-    return {name: _saved(holder, entry) for name, entry in entries(holder, kind).items()}
+    shards = {shard.spec.name: shard for shard in holder.shards("owned")}
+    return {name: _saved(holder.mesh, shards[e.table.name], e) for name, e in entries(holder, kind).items()}
 
 
-def _saved(holder: Holder, entry: Entry) -> Tensor:
-    table, mesh = entry.table, holder.mesh
-    if table.storage == "tensor_train":
-        return holder.cores(table.name).tensors[entry.field].detach().cpu().clone()
+def _saved(mesh: Mesh, shard: TableShard, entry: Entry) -> Tensor:
+    table, field = entry
+    if not field.is_by_row:
+        return shard.tensors[field.name].detach().cpu().clone()
     mine = block(table.num_rows, mesh.rank, mesh.world_size)
-    values = torch.empty((len(mine), *entry.shape[1:]), dtype=entry.dtype, device="cpu")
-    have = [_Field(piece, entry.field) for piece in holder.local_rows(table.name)]
+    values = torch.empty((len(mine), *field.shape[1:]), dtype=field.dtype, device="cpu")
+    have = [_Field(piece, field.name) for piece in shard.views]
     reshard(mesh, have, [Block(mine, values)], table.num_rows, bytes_of_row(values), _SAVING)
     if mesh.group is None:
         return values
@@ -147,7 +129,7 @@ def _saved(holder: Holder, entry: Entry) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    shape = torch.Size(entry.shape)
+    shape = torch.Size(field.shape)
     places = DeviceMesh.from_group(mesh.group, "cpu")
     stride = (table.dim, 1) if len(shape) > 1 else (1,)
     return DTensor.from_local(values, places, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -171,22 +153,24 @@ def load_rows(holder: Holder, kind: Kind, tensors: Mapping[str, Tensor]) -> list
         return problems
     holder.forget_differences()
     holder.barrier()  # ranks may read each other's rows
+    shards = {shard.spec.name: shard for shard in holder.shards("held")}
     for name in sorted(tensors):
-        _load(holder, known[name], tensors[name].detach())
+        _load(mesh, shards[known[name].table.name], known[name], tensors[name].detach())
     holder.barrier()
     return []
 
 
 def _misfit(name: str, tensor: object, entry: Entry, mesh: Mesh) -> str:
     """Why a tensor cannot be loaded; "" where it can."""
+    field = entry.field
     if not isinstance(tensor, Tensor):
         return f"{name} must be a tensor, got {type(tensor).__name__}"
-    if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+    if tuple(tensor.shape) != field.shape or tensor.dtype != field.dtype:
         return (
             f"size mismatch for {name}: copying {tensor.dtype} {tuple(tensor.shape)} from the state dictionary, "
-            f"expected {entry.dtype} {entry.shape}"
+            f"expected {field.dtype} {field.shape}"
         )
-    if _is_sharded(tensor) and (entry.table.storage == "tensor_train" or not _is_ours(tensor, mesh)):
+    if _is_sharded(tensor) and (not field.is_by_row or not _is_ours(tensor, mesh)):
         return (
             f"{name} is a DTensor placed {tensor.placements} on {tensor.device_mesh.size()} ranks; give it whole, "
             f"as tensor.full_tensor(), or in blocks of rows over the {mesh.world_size} ranks of this mesh"
@@ -204,12 +188,12 @@ def _is_ours(tensor: DTensor, mesh: Mesh) -> bool:
     return [place.is_shard(0) for place in tensor.placements] == [True] and tensor.device_mesh.size() == mesh.world_size
 
 
-def _load(holder: Holder, entry: Entry, tensor: Tensor) -> None:
-    table, mesh = entry.table, holder.mesh
-    if table.storage == "tensor_train":
-        holder.cores(table.name).tensors[entry.field].copy_(tensor)
+def _load(mesh: Mesh, shard: TableShard, entry: Entry, tensor: Tensor) -> None:
+    table, field = entry
+    if not field.is_by_row:
+        shard.tensors[field.name].copy_(tensor)
         return
-    want = [_Field(piece, entry.field) for piece in holder.held_rows(table.name)]
+    want = [_Field(piece, field.name) for piece in shard.views]
     if _is_sharded(tensor):
         local = tensor.to_local().cpu()
         have = [Block(block(table.num_rows, mesh.rank, mesh.world_size), local)]

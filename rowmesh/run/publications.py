@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 
 import numpy as np
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.changes import Changes as ChangedSlots
-from rowmesh.checkpoint.snapshot import Changed
-from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.errors import PeerError, RowmeshError, StoreError
 from rowmesh.mesh.together import on_all_ranks
 from rowmesh.mesh.waiting import gather_objects
@@ -25,13 +23,12 @@ from rowmesh.publish.opening import check_installed
 from rowmesh.run.job import Job
 from rowmesh.tables import Constant, RowStore, TableSpec
 from rowmesh.tables.dynamic.stores import Retry
-from rowmesh.tables.spec import names_of
+from rowmesh.tables.shard import Changed, CoreShard, TableShard
 
 PUBLISHING = "publishing"
 HOOK = "publications"
 CHUNK_ROWS = 1 << 16
 Chunks = Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
-Marks = Mapping[int, npt.NDArray[np.uint8]]
 Log = Callable[[str], None]
 
 
@@ -152,75 +149,54 @@ class Publications:
         if not all(gather_objects(self._job.mesh, changed is not None, PUBLISHING)):
             publisher.begin_anew()
         wanted = None if publisher.is_whole else changed
-        marks = None if wanted is None else wanted.marks
-        changes, ids = {}, {}
-        dynamic = names_of(self._tables, "dynamic")
+
+        def prepare() -> tuple[dict[str, Changes], dict[str, npt.NDArray[np.int64]]]:
+            shards = embeddings.shards("owned")
+            found = {shard.spec.name: self._changes_of(shard, wanted) for shard in shards}
+            return found, {shard.spec.name: shard.ids for shard in shards}
+
         # Which ids there are is asked of stores, too, which may fail on one rank alone.
-        of_dynamic = on_all_ranks(
-            self._job.mesh, PUBLISHING, lambda: {name: self._of_dynamic(name, wanted) for name in dynamic}
-        )
-        for table in self._tables:
-            if table.storage == "dynamic":
-                changes[table.name], ids[table.name] = of_dynamic[table.name]
-            elif table.storage == "tensor_train":
-                rows = _computed_rows(embeddings, table, self._job.mesh.rank, self._job.mesh.world_size)
-                changes[table.name] = Changes(rows=rows)
-            else:
-                changes[table.name] = Changes(rows=_stored_rows(embeddings, table.name, marks))
+        changes, ids = on_all_ranks(self._job.mesh, PUBLISHING, prepare)
         network = {name: tensor.detach().cpu() for name, tensor in self._job.network.state_dict().items()}
         generation = publisher.publish(step, changes, network)
         self._ids = ids
         return generation
 
-    def _of_dynamic(self, table: str, changed: Changed | None) -> tuple[Changes, npt.NDArray[np.int64]]:
-        """What is to be published of a dynamic table, and the ids that it has in fast memory here.
+    def _changes_of(self, shard: TableShard, changed: Changed | None) -> Changes:
+        """What this rank is to publish of a table.
 
         An id that is demoted is published when its record is put: its row may have changed before. One that comes back
         is, when its row changes.
         """
-        records, none = self._job.embeddings.records(table), np.empty(0, np.int64)
-        if records is None or not records.is_first:
-            return Changes(), none
-        before, of_store = None, None
-        if changed is not None:
-            before, of_store = changed.known[table], changed.marks[id(records.arena)]
-        pieces = records.rows
-        ids = np.concatenate([none, *(piece.rows for piece in pieces)])
-
-        def chunks() -> Chunks:
-            for piece in pieces:
-                kept = slice(None) if of_store is None else of_store[piece.slots] != 0
-                yield piece.rows[kept], _vectors(_rows_at(records.arena, piece.slots[kept]))
-            demoted = records.demoted(before)  # where all are wanted, the store is asked which these are
-            for piece in [] if demoted is None else demoted.rows:
-                yield piece.rows, _vectors(piece.values)
-                piece.forget()
-
-        left = np.setdiff1d(self._ids.get(table, none), ids, assume_unique=True)
-        if before is not None and (demoted := records.demoted(before)) is not None:
+        rows = _chunks(shard, changed, self._job.mesh.rank, self._job.mesh.world_size)
+        ids, before = shard.ids, self._ids.get(shard.spec.name, np.empty(0, np.int64))
+        left = np.setdiff1d(before, ids, assume_unique=True)
+        if changed is not None and (demoted := shard.demoted(changed)) is not None:
             known = np.union1d(ids, demoted.ids)
             left = np.setdiff1d(np.union1d(left, demoted.gone), known, assume_unique=True)
-        return Changes(rows=chunks(), deleted=left), ids
+        return Changes(rows=rows, deleted=left)
 
 
 def _published(table: TableSpec, seed: int) -> PublishedTable:
     """A table for readers. Of one that is not dynamic all rows are published, so that other ids are mistakes."""
-    if table.storage == "dynamic" and table.dynamic is not None:
+    if table.dynamic is not None:
         return PublishedTable(dim=table.dim, initializer=table.initializer, seed=seed, missing=table.dynamic.missing)
     return PublishedTable(dim=table.dim, initializer=Constant(), missing="error")
 
 
-def _stored_rows(embeddings: EmbeddingCollection, table: str, marks: Marks | None) -> Chunks:
-    """The rows that this rank owns, or those of them that are marked."""
-    for store, piece in embeddings.stored_pieces(table):
-        slots = piece.slots
-        picked: Sequence[int] | npt.NDArray[np.intp] = range(len(slots))
-        if marks is not None:
-            picked = np.flatnonzero(marks[id(store)][slots.start : slots.stop : slots.step])
-        for first in range(0, len(picked), CHUNK_ROWS):
-            at = np.asarray(picked[first : first + CHUNK_ROWS], np.int64)
-            places = slots.start + at * slots.step
-            yield piece.rows.start + at * piece.rows.step, _vectors(_rows_at(store, places))
+def _chunks(shard: TableShard, changed: Changed | None, rank: int, world_size: int) -> Chunks:
+    """The vectors of the rows of a rank, or of those that changed; all that are computed change with their cores."""
+    for rows, slots in shard.places(changed):
+        assert shard.store is not None
+        for first in range(0, max(len(rows), 1), CHUNK_ROWS):
+            cut = slice(first, first + CHUNK_ROWS)
+            yield np.asarray(rows[cut], np.int64), _vectors(_rows_at(shard.store, np.asarray(slots[cut], np.int64)))
+    demoted = shard.demoted(changed)  # where all are wanted, the store is asked which these are
+    for piece in [] if demoted is None else demoted.rows:
+        yield piece.rows, _vectors(piece.values)
+        piece.forget()
+    if isinstance(shard, CoreShard):
+        yield from _computed_rows(shard, rank, world_size)
 
 
 def _rows_at(store: RowStore, slots: npt.NDArray[np.int64]) -> Tensor:
@@ -228,13 +204,12 @@ def _rows_at(store: RowStore, slots: npt.NDArray[np.int64]) -> Tensor:
     return store.rows[torch.from_numpy(slots)] if store.has_views else store.read_rows(slots.astype(np.uint32))[0]
 
 
-def _computed_rows(embeddings: EmbeddingCollection, table: TableSpec, rank: int, world_size: int) -> Chunks:
-    """A rank's share of the rows of a tensor-train table, all of which change with its cores."""
-    cores = embeddings.cores(table.name)
-    first, stop = (table.num_rows * each // world_size for each in (rank, rank + 1))
+def _computed_rows(shard: CoreShard, rank: int, world_size: int) -> Chunks:
+    """A rank's share of the rows of a tensor-train table."""
+    first, stop = (shard.spec.num_rows * each // world_size for each in (rank, rank + 1))
     for begin in range(first, stop, CHUNK_ROWS):
         ids = torch.arange(begin, min(begin + CHUNK_ROWS, stop))
-        yield ids.numpy(), _vectors(cores.rows(ids))
+        yield ids.numpy(), _vectors(shard.cores.rows(ids))
 
 
 def _vectors(rows: Tensor) -> npt.NDArray[np.float32]:

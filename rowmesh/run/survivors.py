@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -30,10 +30,8 @@ from rowmesh._support.json_lines import last_step
 from rowmesh._support.random_states import random_states, unseeded
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.owned import BEST, remove
-from rowmesh.checkpoint.write import RowHolder
-from rowmesh.collection.outputs import LocalRows, views_of
+from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.errors import CheckpointError, PeerError, RowmeshError
-from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.mesh.interruptible import LOOK_S, run_interruptibly
 from rowmesh.mesh.joining import CERTAIN_S
 from rowmesh.mesh.peers import Peers
@@ -45,9 +43,7 @@ from rowmesh.run.gradients import saved_buffers
 from rowmesh.run.job import Job
 from rowmesh.run.requests import Requests
 from rowmesh.run.run_folder import RunFolder
-from rowmesh.tables import DenseArena, TableSpec
-from rowmesh.tables.cores import Cores
-from rowmesh.tables.dynamic.records import Records
+from rowmesh.tables.shard import TableShard, Which
 
 MEETING = "meeting after a rank was lost"
 _LONGEST_S = 15.0  # torchrun waits 30 before it kills
@@ -170,7 +166,7 @@ class Survivors:
             resolver.go_back(standing.step + self._opened_before)
         metadata = self._checkpoints.metadata(standing.step)
         with self._claimed(peers, standing.step, whole["progress"]["best_step"] > 0) as place:
-            rows = cast("RowHolder", _RowsOfGroup(self._job))  # to be written, it needs no more
+            rows = _RowsOfGroup(self._job.embeddings)
             checkpoint.save(place, rows, whole, metadata=metadata, peers=peers)
         return ""
 
@@ -254,32 +250,15 @@ class Survivors:
 class _RowsOfGroup:
     """The rows of a replica group, all of which are written by it."""
 
-    def __init__(self, job: Job) -> None:
-        self._groups, self._resolver = job.embeddings.engine.shard_groups, job.embeddings.engine.resolver
-        self.tables: Sequence[TableSpec] = job.embeddings.tables
+    def __init__(self, embeddings: EmbeddingCollection) -> None:
+        self._embeddings = embeddings
 
     def synchronize(self) -> None:
-        """Nothing: exact replicas do not differ."""
+        """No-op: exact replicas do not differ."""
 
-    def local_rows(self, table: str) -> list[LocalRows]:
-        """Those that this rank owns within its group."""
-        _, exchange, number = self._groups.place_of(table)
-        return [view for piece in exchange.address_map.owned(number) for view in views_of(exchange, piece)]
-
-    def cores(self, table: str) -> Cores:
-        """Those of a tensor-train table, which all ranks have."""
-        group, _, _ = self._groups.place_of(table)
-        assert isinstance(group, CoreShardGroup)
-        return group.cores(table)
-
-    def records(self, table: str) -> Records | None:
-        """What this rank knows of a dynamic table: within its group nobody else does."""
-        assert self._resolver is not None
-        found, (_, exchange, _) = self._resolver.tables[table], self._groups.place_of(table)
-        assert isinstance(exchange.arena, DenseArena)
-        if found.owned is None:
-            return None
-        return Records(found.spec, found.owned, exchange.arena, step=self._resolver.step)
+    def shards(self, which: Which, /) -> Sequence[TableShard]:
+        """Those that this rank owns within its group: of dynamic tables nobody else there knows what it knows."""
+        return self._embeddings.shards("group")
 
 
 def _why_not(job: Job, drift: Drift | None) -> str:

@@ -125,7 +125,7 @@ class TrainedModel(nn.Module):
 
     def _count_unknown(self, batch: SparseBatch) -> None:
         """Counts ids that dynamic tables do not know; the row of rare ids, which many share, is counted already."""
-        for table in (table for table in self.embeddings.tables if table.storage == "dynamic"):
+        for table in (table for table in self.embeddings.tables if table.dynamic is not None):
             for feature in table.features:
                 number = batch.features.index(feature)
                 ids = batch.ids[slice(*batch.feature_range(number))].numpy()

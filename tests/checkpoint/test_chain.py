@@ -21,11 +21,13 @@ from rowmesh.checkpoint.compact import compact
 from rowmesh.checkpoint.manifest import Manifest, Parent
 from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.checkpoint.series import Series, verify
-from rowmesh.checkpoint.snapshot import Changed, Snapshot
+from rowmesh.checkpoint.snapshot import Snapshot
 from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
+from rowmesh.tables.shard import Changed
 from tests.checkpoint.test_snapshot import PLAIN, Training, cases, tables_of
 from tests.support.prepared import forget_own_sum
+from tests.support.shards import shard_of
 from tests.support.slowed import slowed
 
 EVENTS = ("step", "step", "increment", "increment", "background", "set", "full")
@@ -191,7 +193,7 @@ def test_without_notes_it_lacks_some(trained, tmp_path, monkeypatch):
 
 
 def _Nothing(source, rank):  # noqa: N802
-    stores = {id(store): np.zeros(10**4, np.uint8) for store, _ in source.stored_pieces("item")}
+    stores = {id(shard_of(source, "item").store): np.zeros(10**4, np.uint8)}
     return Snapshot(source, rank, Changed(stores))
 
 

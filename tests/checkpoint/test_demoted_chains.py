@@ -25,6 +25,7 @@ from rowmesh.tables.dynamic.stored_changes import Touched
 from tests.checkpoint.test_chain import changed_manifest
 from tests.checkpoint.test_known_chains import EVENTS, NO_SHRINK, Few, read_both, state_of, write_chain
 from tests.support.dynamic_streams import streams
+from tests.support.shards import shard_of
 from tests.support.slowed import sums_of
 from tests.tables.dynamic.test_demoted import RULES as DEMOTED
 from tests.tables.dynamic.test_records import RULES, in_store
@@ -249,7 +250,7 @@ def test_where_the_store_does_not_answer_the_next_is_full(few, monkeypatch):
     assert changes.take() is None
     assert changes.take() is not None
     changes.close()
-    assert few.embeddings.records("user")._owned.flush()._listeners == []
+    assert shard_of(few.embeddings, "user")._owned.flush()._listeners == []
 
 
 def test_rules_without_a_limit_are_another_table(series, tmp_path):

@@ -21,11 +21,13 @@ from rowmesh.checkpoint.series import Series, verify
 from rowmesh.checkpoint.snapshot import StoreSnapshot
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic, Uniform
-from rowmesh.tables.dynamic.records import KnownCopy, Records
+from rowmesh.tables.dynamic.records import KnownCopy
+from rowmesh.tables.dynamic.table_shard import DynamicShard
 from tests.checkpoint.test_chain import Chains, changed_manifest
 from tests.exchange.resolve.test_resolver import RULES
 from tests.support.dynamic import Stream, known_of, make
 from tests.support.dynamic_streams import streams
+from tests.support.shards import shard_of
 from tests.support.slowed import slowed, sums_of
 from tests.tables.dynamic.test_demoted import RULES as DEMOTED
 from tests.tables.dynamic.test_records import train_on
@@ -67,10 +69,11 @@ def state_of(embeddings):
     """All that this rank knows, in fast memory or demoted, by table and kind: bytes."""
     found = {}
     for table in embeddings.tables:
-        if table.storage == "dynamic" and (records := embeddings.records(table.name)) is not None:
-            for kind, array in records.arrays:
+        if table.storage == "dynamic":
+            shard = shard_of(embeddings, table.name, "held")
+            for kind, array in shard.arrays:
                 found[table.name, kind] = array.tobytes()
-            for number, piece in enumerate([*records.rows, *records.demoted_rows]):
+            for number, piece in enumerate(piece for pieces in shard.pieces.values() for piece in pieces):
                 found |= {
                     (table.name, kind, number): each.numpy().tobytes()
                     for kind, each in [("values", piece.values), *piece.state.items()]
@@ -219,12 +222,12 @@ def test_ids_that_left_are_gone_and_those_that_came_back_are_new(series, tmp_pat
 
 def test_without_tombstones_a_chain_is_refused(tmp_path, monkeypatch):
     """Deltas without deletions: rows of ids that are gone, for ever."""
-    changed = Records.changed
+    changed = DynamicShard.changed
 
     def blind(self, before, marks):
         return KnownCopy(self._owned.shards, changed(self, before, marks).frames, np.empty(0, np.int64))
 
-    monkeypatch.setattr(Records, "changed", blind)
+    monkeypatch.setattr(DynamicShard, "changed", blind)
     few = Few(tmp_path)
     few.see(*range(4))
     few.chains.write(1, "full")

@@ -15,8 +15,8 @@ from hypothesis import given
 from rowmesh._support.files.checksums import checksums_of
 from rowmesh.checkpoint import CheckpointError, load, new_files, read_manifest, save, write
 from rowmesh.checkpoint.rows import SavedRows
-from rowmesh.collection.outputs import LocalRows
 from rowmesh.ops.ranges import intersect
+from rowmesh.tables.shard import LocalRows, TableShard
 from rowmesh.tables.spec import TableSpec
 from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support.at_once import at_once
@@ -29,6 +29,22 @@ TABLES = [
     TableSpec(name="one", num_rows=1, dim=2, optimizer=AdaGrad(), dtype=torch.float64),
 ]
 DENSE = {"model": {"weight": torch.arange(6.0).view(2, 3)}, "step": 12}
+
+
+class InTwo(TableShard):
+    form = "rows"
+
+    def __init__(self, spec, views):
+        super().__init__(spec)
+        self._views = views
+
+    @property
+    def views(self):
+        return self._views
+
+    @property
+    def pieces(self):
+        return {"": [each for each in self._views if len(each.rows)]}
 
 
 @dataclass
@@ -61,7 +77,10 @@ class Cyclic:
     def forget_differences(self):
         pass
 
-    def local_rows(self, table):
+    def shards(self, _):
+        return [InTwo(table, self._pieces(table.name)) for table in self.tables]
+
+    def _pieces(self, table):
         """In two pieces, the second of which may be empty."""
         part = self.parts[table]
         cut = (len(part.rows) + 1) // 2
@@ -69,9 +88,6 @@ class Cyclic:
             LocalRows(part.rows[piece], part.values[piece], {name: state[piece] for name, state in part.state.items()})
             for piece in (slice(None, cut), slice(cut, None))
         ]
-
-    def held_rows(self, table):
-        return self.local_rows(table)
 
     def fill(self):
         """Gives every element a value by its place."""

@@ -24,6 +24,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Dynamic, TensorTrain, Tiers, Uniform
+from tests.support.shards import shard_of
 from tests.support.slowed import held, slowed, sums_of
 
 RULES = {"sgd": SGD(), "adagrad": AdaGrad(), "row_wise_adagrad": RowWiseAdaGrad(), "adam": Adam()}
@@ -298,7 +299,7 @@ def test_memory_of_a_written_shard_is_for_the_next():
     ):
         snapshot = Snapshot(training.embeddings, room=Room(copy_bytes=300))  # a shard and its state take 256
         snapshot.read_ahead()
-        for shard in snapshot.local_rows("item"):
+        for shard in shard_of(snapshot, "item").rows:
             assert num_read.acquire(timeout=60)
             assert not num_read.acquire(blocking=False)
             assert len(shard.values) == 8
@@ -313,9 +314,7 @@ def test_the_second_of_two_dynamic_tables_may_have_more_rows():
     embeddings(SparseBatch.from_bags({"a": [[1]], "b": [[*range(9)]]}))
     snapshot = Snapshot(embeddings)
     for name, count in (("a", 1), ("b", 9)):
-        records = snapshot.records(name)
-        assert records is not None
-        assert [len(shard.values) for shard in records.rows] == [count]
+        assert [len(piece.values) for piece in shard_of(snapshot, name).rows] == [count]
     snapshot.close()
     embeddings.close()
 
@@ -359,11 +358,11 @@ def test_rows_are_as_they_were_and_read_once():
     before = [piece.values.clone() for piece in training.embeddings.local_rows("item")]
     snapshot = Snapshot(training.embeddings)
     training.step()
-    (shard,) = snapshot.local_rows("item")
+    (shard,) = shard_of(snapshot, "item").rows
     assert torch.equal(shard.values, torch.cat(before))
     num_saved = snapshot.num_saved
     assert num_saved > 0
-    assert all(len(each.values) for each in snapshot.local_rows("user"))
+    assert all(len(each.values) for each in shard_of(snapshot, "user").rows)
     training.step()
     assert snapshot.num_saved == num_saved, "rows that were read, their states with them, cost nothing more"
     shard.forget()

@@ -16,6 +16,7 @@ from rowmesh.ops.memory import Buffer
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.tables import Tiers
 from tests.support.ranks import RankPool
+from tests.support.shards import shard_of
 from tests.support.tables import table
 
 SIZES = (6, 6, 40, 200)  # of the batches of the steps: some need more room than those before
@@ -49,8 +50,9 @@ def numbers_of(embeddings):
         if each.storage == "tensor_train":
             found += [tensor.clone() for tensor in embeddings.cores(each.name).tensors.values()]
         elif each.storage == "tiered":
-            for store, piece in embeddings.stored_pieces(each.name):
-                rows, state = store.read_rows(torch.tensor(list(piece.slots)).numpy())
+            shard = shard_of(embeddings, each.name)
+            for _, slots in shard.places(None):
+                rows, state = shard.store.read_rows(torch.tensor(list(slots)).numpy())
                 found += [rows, *state.values()]
         else:
             found += [

@@ -25,12 +25,14 @@ from rowmesh.ops.initialize import initialize
 from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline.schedule import Task
 from rowmesh.tables import Dynamic, Uniform
+from rowmesh.tables.dynamic.demoted_records import PREFIX
 from rowmesh.tables.dynamic.event_clock import NO_TIME
 from rowmesh.tables.dynamic.hooks import Decisions
 from rowmesh.tables.dynamic.reference import ReferenceShards
 from rowmesh.tables.dynamic.state import Statistics
 from rowmesh.tables.initializer import table_key
 from rowmesh.tables.update_rules import SGD
+from tests.support.shards import shard_of
 from tests.support.tables import OPTIMIZERS
 
 BOUND, MOST_ID = 0.5, 64
@@ -323,11 +325,9 @@ def known_of(embeddings: EmbeddingCollection, name: str) -> dict[int, tuple]:
 
 def demoted_of(embeddings: EmbeddingCollection, name: str) -> list[tuple]:
     """The demoted ids of this rank in the order of their demotion, shard by shard: id, row, states, facts."""
-    found = embeddings.engine.records(name)
-    if found is None:
-        return []
+    found = shard_of(embeddings, name, "held")
     demoted = []
-    for part in found.demoted_rows:
+    for part in found.pieces.get(PREFIX, ()):
         state = dict(part.state)
         facts = state.pop("facts").tolist()
         tensors = [part.values, *(state[kind] for kind in sorted(state))]

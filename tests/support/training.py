@@ -18,13 +18,14 @@ from rowmesh._support.counters import CommonCounters, GroupCounters
 from rowmesh.collection.joint_optimizer import JointOptimizer
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.collection.optimizer import EmbeddingOptimizer
-from rowmesh.collection.outputs import Embeddings, LocalRows
+from rowmesh.collection.outputs import Embeddings
 from rowmesh.mesh import Mesh
 from rowmesh.ops.initialize.reference import values as initial_values
 from rowmesh.pipeline import BatchInFlight, Pipeline
 from rowmesh.sparse import PositionWeights, SparseBatch, take
 from rowmesh.tables import TableSpec
 from rowmesh.tables.initializer import table_key
+from rowmesh.tables.shard import LocalRows
 from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support import sanitizer
 from tests.support.cores import ReferenceCores, joined_cores

@@ -14,6 +14,7 @@ from rowmesh.mesh.synchronization import Synchronization
 from tests.exchange.resolve.test_resolver import RULES
 from tests.support.dynamic import Stream, make
 from tests.support.dynamic_streams import streams
+from tests.support.shards import shard_of
 from tests.tables.dynamic.test_demoted import RULES as DEMOTING
 
 MOST_AHEAD = 3
@@ -24,9 +25,9 @@ def saved(embeddings, stream):
     """All that a checkpoint has of the dynamic tables, and what they have counted."""
     found = {name: vars(counters).copy() for name, counters in embeddings.dynamic_counters.items()}
     for name, _ in stream.rules:
-        records = embeddings.records(name)
-        found |= {(name, kind): array.tolist() for kind, array in records.arrays}
-        for number, piece in enumerate([*records.rows, *records.demoted_rows]):
+        shard = shard_of(embeddings, name, "held")
+        found |= {(name, kind): array.tolist() for kind, array in shard.arrays}
+        for number, piece in enumerate(piece for pieces in shard.pieces.values() for piece in pieces):
             tensors = {"values": piece.values, **piece.state}
             found |= {(name, number, kind): tensor.tolist() for kind, tensor in tensors.items()}
     return found

@@ -15,6 +15,7 @@ from rowmesh.errors import StoreError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.pipeline import Pipeline
 from rowmesh.tables import Dynamic, Uniform
+from rowmesh.tables.dynamic.demoted_records import PREFIX
 from rowmesh.tables.dynamic.record_layout import RecordLayout
 from rowmesh.tables.dynamic.stores import open_records
 from tests.exchange.resolve.test_averages import assert_as_expected
@@ -23,6 +24,7 @@ from tests.exchange.resolve.test_traps import bags, initial, made, read, train
 from tests.support.dynamic import Stream, assert_same, run_dynamic, run_oracle, run_pipeline
 from tests.support.dynamic_average import run_average_oracle
 from tests.support.redis_server import redis_server as redis_server
+from tests.support.shards import shard_of
 from tests.support.slowed import held, sums_of
 from tests.support.tables import OPTIMIZERS
 from tests.tables.dynamic.test_demoted import RULES
@@ -257,9 +259,7 @@ def test_a_store_that_has_lost_a_record_is_named_when_it_is_saved(tmp_path, requ
     embeddings = made(capacity=2, shards=1, mode="demote", store=url_of(kind, tmp_path, request), store_capacity=50)
     train(embeddings, [1, 2], [3, 4], [5])
     rowmesh.save(tmp_path / "model", {"embeddings": embeddings})
-    records = embeddings.records("item")
-    assert records is not None
-    gone = records.demoted_rows[0].rows[:1]
+    gone = shard_of(embeddings, "item").pieces[PREFIX][0].rows[:1]
     demoted = embeddings.engine.resolver.tables["item"].owned.flush()  # pyright: ignore[reportOptionalMemberAccess]
     demoted._store.delete(np.zeros(1, np.int64), gone)  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(CheckpointError, match="store of table 'item' has lost 1 of 3 records, the first of"):

@@ -16,9 +16,11 @@ from rowmesh.checkpoint import CheckpointError, read_manifest
 from rowmesh.mesh import Mesh
 from rowmesh.sparse import take
 from rowmesh.tables import Dynamic, Uniform
+from rowmesh.tables.dynamic.demoted_records import PREFIX
 from tests.exchange.resolve.test_resolver import RULES
 from tests.support.dynamic import Stream, known_of, make
 from tests.support.dynamic_streams import streams
+from tests.support.shards import shard_of
 
 DEMOTE = {"mode": "demote", "store": "memory"}
 RULES = RULES | {
@@ -84,8 +86,8 @@ def whole(embeddings, stream, steps, mesh):
 
 def demoted_of(embeddings, name):
     """The same of demoted ids: rows and states, and last of all facts, as bytes."""
-    records, found = embeddings.records(name), {}
-    for piece in [] if records is None else records.demoted_rows:
+    found = {}
+    for piece in shard_of(embeddings, name, "held").pieces.get(PREFIX, ()):
         tensors = [piece.values, *(tensor for kind, tensor in piece.state.items() if kind != "facts")]
         for place, i in enumerate(piece.rows.tolist()):
             found[i] = (*(each[place].numpy().tobytes() for each in tensors), *piece.state["facts"][place].tolist())
