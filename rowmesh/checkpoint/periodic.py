@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import finalize
 
+from rowmesh._support.background_saves import begin_background_save, end_background_save, wait_for_background_saves
 from rowmesh._support.files.advice import as_refusal, described
 from rowmesh._support.files.places import local_path
 from rowmesh._support.json_lines import utc_text
 from rowmesh._support.random_states import RANDOM_STATES, random_states, set_random_states
-from rowmesh._support.turns import end_turn, take_turn, wait_for_those_before
 from rowmesh.checkpoint.parts import Parts, has_state
 from rowmesh.checkpoint.saving import prepared, read
 from rowmesh.checkpoint.series import Series
@@ -114,7 +114,7 @@ class Checkpoints:
             if is_well:
                 self.wait()
         finally:
-            end_turn(self._parts.tables.collections, self)
+            end_background_save(self._parts.tables.collections, self)
             self._writer.close()
             if self._leave is not None:
                 self._leave()
@@ -141,7 +141,7 @@ class Checkpoints:
             RowmeshError: on every rank: another loop or run has its checkpoints there.
         """
         mesh, reasons = self._parts.tables.mesh, []
-        wait_for_those_before(self._parts.tables.collections)  # one that is not whole yet would be removed
+        wait_for_background_saves(self._parts.tables.collections)  # one that is not whole yet would be removed
         self.wait()
         steps = on_rank_0(mesh, FINDING, self._claimed_steps)
         for step in reversed(steps):
@@ -202,7 +202,7 @@ class Checkpoints:
         step = self._checked(step)
         self._check_begun()
         tables, values = self._parts.tables, dict(values or {})
-        wait_for_those_before(tables.collections)
+        wait_for_background_saves(tables.collections)
         self.wait()
         if both := sorted(set(values) & set(self._state)):
             raise ConfigurationError(f"{both[0]!r} is a value and a part of the state too; give the value another name")
@@ -216,7 +216,7 @@ class Checkpoints:
         except (OSError, MemoryError) as error:
             raise _failure(step, error) from error
         if self._writer.under_way is not None:
-            take_turn(tables.collections, self)
+            begin_background_save(tables.collections, self)
 
     def wait(self) -> None:
         """Waits until the one that is being written is on disk; every rank calls it.
@@ -225,7 +225,7 @@ class Checkpoints:
             CheckpointError: on every rank: it cannot be written.
         """
         if (step := self._writer.under_way) is None:
-            end_turn(self._parts.tables.collections, self)
+            end_background_save(self._parts.tables.collections, self)
             return
         try:
             self._writer.wait()
@@ -233,7 +233,7 @@ class Checkpoints:
             raise _failure(step, error) from error
         finally:
             if self._writer.under_way is None:  # else this was interrupted, and it is written still
-                end_turn(self._parts.tables.collections, self)
+                end_background_save(self._parts.tables.collections, self)
 
     def _checked(self, step: int) -> int:
         """A step that can come now."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rowmesh import checkpoint
+from rowmesh._support.background_saves import begin_background_save, end_background_save, wait_for_background_saves
 from rowmesh._support.files.places import local_path
 from rowmesh._support.random_states import RANDOM_STATES
-from rowmesh._support.turns import end_turn, take_turn, wait_for_those_before
 from rowmesh.checkpoint.background import BackgroundSave
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.parts import Parts, check_plain
@@ -63,7 +63,7 @@ def save(
         7
     """
     folder, parts = local_path(folder, "folder"), Parts(state)
-    wait_for_those_before(parts.tables.collections)  # perhaps to the same folder
+    wait_for_background_saves(parts.tables.collections)  # perhaps to the same folder
     dense = _state_for(folder, parts, overwrite=overwrite)
     checkpoint.save(folder, parts.tables, dense, metadata=metadata, peers=parts.tables.mesh.peers)
 
@@ -73,7 +73,7 @@ class Saving:
 
     def __init__(self, save: BackgroundSave, collections: Sequence[EmbeddingCollection]) -> None:
         self._save, self._collections = save, collections
-        take_turn(collections, self)
+        begin_background_save(collections, self)
 
     @property
     def is_done(self) -> bool:
@@ -91,10 +91,10 @@ class Saving:
         try:
             is_written = self._save.wait(timeout_s)
         except Exception:  # which says that it has ended; an interrupt does not
-            end_turn(self._collections, self)
+            end_background_save(self._collections, self)
             raise
         if is_written:
-            end_turn(self._collections, self)
+            end_background_save(self._collections, self)
         return is_written
 
 
@@ -137,7 +137,7 @@ def async_save(
     """
     folder, parts = local_path(folder, "folder"), Parts(state)
     collections = parts.tables.collections
-    wait_for_those_before(collections)
+    wait_for_background_saves(collections)
     dense = _state_for(folder, parts, overwrite=overwrite)
     peers = parts.tables.mesh.with_process_group("async_save").peers
     hosts = parts.tables.mesh.hosts

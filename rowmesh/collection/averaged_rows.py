@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from rowmesh._support.background_saves import wait_for_background_saves
 from rowmesh._support.faults import reach
 from rowmesh._support.interrupts import hold, release
-from rowmesh._support.turns import wait_for_those_before
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.mesh.waiting import gather_objects
@@ -112,7 +112,7 @@ class AveragedRows:
         embeddings.barrier()  # ranks may read each other's rows
         try:
             with _held():  # ranks enter together
-                embeddings.engine.stand_in = "averages"
+                embeddings.engine.put_in_place("averages")
                 self._on_every_rank(self._put_averages, "putting averages in the place of rows")
                 embeddings.barrier()
             yield
@@ -142,12 +142,12 @@ class AveragedRows:
         with _held():
             if not engine.stand_in:
                 return
-            go_on(lambda: wait_for_those_before([self._embeddings]))  # it reads averages
-            engine.stand_in = ""
+            go_on(lambda: wait_for_background_saves([self._embeddings]))  # it reads averages
+            engine.put_in_place("")
             go_on(self._embeddings.forget_differences)
             go_on(self._embeddings.barrier)  # ranks may read each other's averages
             if not go_on(lambda: self._on_every_rank(self._put_rows, "putting rows in the place of averages")):
-                engine.stand_in = "averages"  # on every rank
+                engine.put_in_place("averages")  # on every rank
             go_on(self._embeddings.barrier)
             if failures:
                 raise failures[0]

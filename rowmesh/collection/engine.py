@@ -766,6 +766,10 @@ class Engine:
 
     # What happens between two steps
 
+    def put_in_place(self, stand_in: str) -> None:
+        """Says what stands in the place of rows from now on; "" where rows do again."""
+        self.stand_in = stand_in
+
     def count_from(self, steps: int) -> None:
         """Counts steps on from so many: those of a loaded state."""
         self.step_count = steps
@@ -815,7 +819,7 @@ class Engine:
             self.resolver.check_idle("save and load")
         found = self.resolver.tables[table.name]
         owned = None if which == "owned" and found.replica else found.owned  # the first replica has it for all
-        how = {"step": self.resolver.step, "replica": found.replica, "go_on_after": self.resolver.go_on_after}
+        how = {"step": self.resolver.step, "replica": found.replica, "set_dynamic_step": self.resolver.set_dynamic_step}
         return DynamicShard(table, owned, exchange.arena, **how)
 
     def find_rows(self, table: str, which: Which) -> StoredShard:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from rowmesh._support.background_saves import wait_for_background_saves
 from rowmesh._support.counters import CommonCounters, GroupCounters
-from rowmesh._support.turns import wait_for_those_before
 from rowmesh.collection.engine import Engine, Rows, stored_shapes
 from rowmesh.collection.module_hooks import TableModule, all_frozen, frozen_or_not
 from rowmesh.collection.outputs import Embeddings
@@ -253,7 +253,7 @@ class EmbeddingCollection(TableModule):
         `rowmesh.checkpoint.load` calls it. What is being written beside training is waited for: its rows are those of
         its moment. Raises RowmeshError while a pipeline runs: it has rows of later batches.
         """
-        wait_for_those_before([self])
+        wait_for_background_saves([self])
         self.engine.forget_differences()
 
     def migrate(self, plan: Plan) -> Moved:

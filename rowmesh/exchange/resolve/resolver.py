@@ -360,7 +360,7 @@ class Resolver:
         """Whether what was decided since a step can be taken back."""
         return step >= min(self._fixed, self.step)
 
-    def go_on_after(self, step: int) -> None:
+    def set_dynamic_step(self, step: int) -> None:
         """Goes on from a step whose knowledge was loaded: nothing before it can be taken back."""
         with self._lock:
             self._owners.forget_opened()

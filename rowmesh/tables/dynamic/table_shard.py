@@ -45,7 +45,7 @@ class DynamicShard(TableShard):
         arena: where the rows are.
         step: how many batches were opened for training.
         replica: of this rank; the first one tells of the table.
-        go_on_after: is told of how many batches there were before what was loaded.
+        set_dynamic_step: is told of how many batches there were before what was loaded.
 
     Attributes:
         replica: likewise.
@@ -62,11 +62,11 @@ class DynamicShard(TableShard):
         *,
         step: int,
         replica: int,
-        go_on_after: Callable[[int], None],
+        set_dynamic_step: Callable[[int], None],
     ) -> None:
         super().__init__(spec)
         self.replica, self.shards = replica, range(0) if owned is None else owned.shards.shards
-        self._found, self._arena, self._step, self._go_on_after = owned, arena, step, go_on_after
+        self._found, self._arena, self._step, self._go_on_after = owned, arena, step, set_dynamic_step
 
     @property
     def _owned(self) -> OwnedTable:

@@ -1,4 +1,4 @@
-"""Turns: what writes the rows of a collection beside training. The next that writes or sets rows waits for it."""
+"""Background saves: who writes rows beside training. What writes or sets rows next waits for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NAME = "_written_beside_training"
 
 class _Awaited(Protocol):
     def wait(self) -> object:
-        """Waits until it has ended, well or not, and ends its turn then: an interrupt does not."""
+        """Waits until it has ended, well or not, and says so then: an interrupt does not."""
         ...
 
 
-def wait_for_those_before(collections: Iterable[Any]) -> None:
+def wait_for_background_saves(collections: Iterable[Any]) -> None:
     """Waits until nothing of these is being written beside training. Collective.
 
     Raises:
@@ -30,13 +30,13 @@ def wait_for_those_before(collections: Iterable[Any]) -> None:
             before.wait()
 
 
-def take_turn(collections: Iterable[Any], saving: _Awaited) -> None:
+def begin_background_save(collections: Iterable[Any], saving: _Awaited) -> None:
     """Says that these are being written: whoever is next waits for it."""
     for each in collections:
         vars(each)[_NAME] = saving
 
 
-def end_turn(collections: Iterable[Any], saving: _Awaited) -> None:
+def end_background_save(collections: Iterable[Any], saving: _Awaited) -> None:
     """Says that it writes these no more."""
     for each in collections:
         if vars(each).get(_NAME) is saving:
