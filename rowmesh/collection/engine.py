@@ -417,7 +417,7 @@ class Engine:
         meanwhile = self.outputs.pooling.compress if torch.is_grad_enabled() else _nothing
         with self._fetching:
             self._num_fetches += 1
-            route.begin(self._num_fetches)
+            route.note_fetch(self._num_fetches)
             for each in self._stored:
                 each.fetch(route, meanwhile)
         for each in self._computed:
@@ -425,7 +425,7 @@ class Engine:
 
     def _pool(self, route: Route) -> Embeddings:
         if torch.is_grad_enabled():
-            route.train(threading.get_ident(), self._num_pushes)
+            route.note_pooled(threading.get_ident(), self._num_pushes)
         batch = route.batch
         return self.outputs(route.groups, batch, slice(0, batch.batch_size), partial(self._take_gradients, route))
 
@@ -436,7 +436,7 @@ class Engine:
         # Peers read sums before the update; and several look-ups would each keep the gradient of its output.
         may_wait = self.mesh.world_size == 1 and not self.pending
         self.outputs.pooling.backward(route.groups, gradients, may_wait=may_wait)
-        route.take_gradients()
+        route.note_backward()
         self.pending.add(route)
 
     def flush_replicas(self) -> None:
@@ -819,7 +819,7 @@ class Engine:
             self.resolver.check_idle("save and load")
         found = self.resolver.tables[table.name]
         owned = None if which == "owned" and found.replica else found.owned  # the first replica has it for all
-        how = {"step": self.resolver.step, "replica": found.replica, "set_dynamic_step": self.resolver.set_dynamic_step}
+        how = {"step": self.resolver.step, "replica": found.replica, "set_step": self.resolver.set_dynamic_step}
         return DynamicShard(table, owned, exchange.arena, **how)
 
     def find_rows(self, table: str, which: Which) -> StoredShard:

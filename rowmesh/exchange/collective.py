@@ -436,7 +436,7 @@ class CollectiveGroup:
             self._relay.make_room()
 
     def expect_copied(self, counts: list[int]) -> None:
-        """Takes of how many copied rows each rank will have sums."""
+        """Takes the number of copied rows of which each rank will have sums."""
         self.copied_counts = counts
 
     @property

@@ -344,7 +344,7 @@ class DeviceGroup:
 
 
 def _requests(group: DeviceRouteGroup) -> list[Requests]:
-    """Of a group of a route, lane by lane."""
+    """The requests of a group of a route, lane by lane."""
     return group.opened_as(Lanes).requests
 
 

@@ -100,18 +100,18 @@ class Requests:
 
 
 class Lanes(Opened):
-    """What a device's transport remembers of one group of a route: its requests, lane by lane."""
+    """The memory of a device's transport about one group of a route: its requests, lane by lane."""
 
     __slots__ = ("_coming", "requests")
 
     def __init__(self, requests: list[Requests]) -> None:
         self.requests, self._coming = requests, list[Message]()
 
-    def post(self, messages: list[Message]) -> None:
+    def keep_coming(self, messages: list[Message]) -> None:
         """Keeps messages under way: gradients of rows with copies, which come to this rank, their owner."""
         self._coming = messages
 
-    def take_posted(self) -> list[Message]:
+    def take_coming(self) -> list[Message]:
         """These messages, once."""
         messages, self._coming = self._coming, []
         return messages
@@ -261,7 +261,7 @@ class CopiesLane(Lane):
         return True
 
     def expect(self, counts: Sequence[int]) -> None:
-        """Takes of how many rows each rank will send sums at this push."""
+        """Takes the number of rows of which each rank will send sums at this push."""
         self.counts = counts
 
     def apply(self, merging: Merging, gradients: Tensor, update: Update) -> None:

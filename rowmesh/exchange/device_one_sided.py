@@ -250,7 +250,7 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
 
     @property
     def num_bytes(self) -> int:
-        """Of send buffers."""
+        """Memory of send buffers."""
         return sum(group.num_bytes for group in self._groups)
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ class _Group:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's send buffer."""
+        """Memory of this rank's send buffer."""
         return 0 if self._sent is None else self._sent.own.nbytes
 
     def grow(self, needed: int, memory: PeerMemory) -> PeerBuffer:
@@ -402,6 +402,6 @@ def _view(memory: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _requests(group: DeviceRouteGroup) -> Requests:
-    """What a batch asks for, of all kinds of rows."""
+    """The requests of a batch, for rows of all kinds."""
     (requests,) = group.opened_as(Lanes).requests
     return requests

@@ -10,12 +10,13 @@ Source: two-dimensional sparse parallelism, Algorithm 1, lines 5-10. Differs: ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, joined
 from rowmesh.exchange.resolve.merging import MergedIds
 from rowmesh.exchange.resolve.resolver import Resolver
@@ -25,9 +26,6 @@ from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.tables.dense import DenseArena, compute_dtype
 from rowmesh.tables.update_rules import Update
-
-if TYPE_CHECKING:
-    from rowmesh.exchange.group import GroupExchange
 
 _DOING = "averaging replicas of dynamic tables"
 

@@ -355,7 +355,7 @@ class OnDevice(MicroBatchGroup):
         if self._copies is not None and phase == len(window.parts):
             sums = window.on_device.copied_gradients()
             posted = self._copies.post_gradients([self._requests(window)[1]], [sums])
-            window.group.opened_as(Lanes).post(posted)
+            window.group.opened_as(Lanes).keep_coming(posted)
         return super().post_gradients(window, phase)
 
     def requests(self, window: WindowGroup) -> list[Requests]:
@@ -368,13 +368,13 @@ class OnDevice(MicroBatchGroup):
         self._lane.apply(merging, window.on_device.came(), update)
         self._lane.count([direct], merging)
         if self._copies is not None:
-            came = window.group.opened_as(Lanes).take_posted()
+            came = window.group.opened_as(Lanes).take_coming()
             self._copies.push(copied, self._copies.merged(copied), came, update)
         window.on_device.drop_came()
 
     def forget(self, window: WindowGroup, number: int) -> None:
         """The gradients that came are not used."""
         super().forget(window, number)
-        for message in window.group.opened_as(Lanes).take_posted():
+        for message in window.group.opened_as(Lanes).take_coming():
             message.wait()
         window.on_device.drop_came()

@@ -21,7 +21,7 @@ send, also of rows that go from device to device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.dynamic_means import DynamicMeans
+from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, after_hearing, joined
 from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.sync_schedule import SyncSchedule
@@ -39,9 +40,6 @@ from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.ops.memory import Room, laid_out, laid_out_bytes
 from rowmesh.tables.update_rules import Update
-
-if TYPE_CHECKING:
-    from rowmesh.exchange.group import GroupExchange
 
 Strategy = Literal["swap", "owners", "gather", "whole"]
 
@@ -93,7 +91,7 @@ class _Group:
         """Takes how many rows each replica sends this one."""
         self.counts = counts
 
-    def send(self, own: Delta) -> None:
+    def take_own(self, own: Delta) -> None:
         """Takes what this rank has itself of the rows that are sent."""
         self.own = own
 
@@ -286,7 +284,7 @@ class ReplicaSync:
             self._scatter()
         else:
             for group in self._groups:
-                group.send(group.rows.take())
+                group.take_own(group.rows.take())
                 (self._swap if self._strategy == "swap" else self._gather)(group)
         self._is_under_way = True
 
@@ -357,14 +355,14 @@ class ReplicaSync:
             for owner, part in enumerate(out.split(sizes)):
                 if owner != self._replica:
                     delta.write(part, group.kinds, of_group[owner])
-            group.send(delta.at(of_group[self._replica]))
+            group.take_own(delta.at(of_group[self._replica]))
             group.post(self._channel, out, sizes, into, sizes_in)
             group.counters.add_rows(len(delta) - len(group.own))
 
     def _reduce(self) -> None:
         """Reduces the rows whose owner is here, sends all others the result, and takes over what they reduced."""
         for group in self._groups:
-            group.send(group.rows.reduce(self._received(group)))
+            group.take_own(group.rows.reduce(self._received(group)))
         self.is_half_done = True
         self._count([[len(group.own) for group in self._groups]])
         for group in self._groups:

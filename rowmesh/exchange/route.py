@@ -25,7 +25,7 @@ Kept = TypeVar("Kept", bound="Opened")
 
 
 class Opened:
-    """What a transport remembers of one group of a route, from fetch to update; it alone reads and writes it."""
+    """The memory of a transport about one group of a route, from fetch to update; no other reads or writes it."""
 
     __slots__ = ()
 
@@ -37,7 +37,7 @@ class Opened:
 
 
 class RouteGroup(Generic[X, L]):
-    """One group of a route, or of one of its micro-batches: what is asked, which does not change once it is routed.
+    """One group of a route, or of a micro-batch: what is asked, and where its rows are once they are fetched.
 
     Args:
         exchange: the group's.
@@ -101,7 +101,7 @@ class RouteGroup(Generic[X, L]):
 
 
 AnyRouteGroup = RouteGroup[Any, Any]
-"""Of a host or of a device: what passes it on does not look into it."""
+"""A group on a host or on a device, for code that passes it on and does not look into it."""
 
 
 class LateIdCheck:
@@ -194,16 +194,16 @@ class Route:
         """Takes what checks its ids, which a device looks at."""
         self.late = late
 
-    def begin(self, number: int) -> None:
-        """It is fetched, as the one of this number on all ranks."""
+    def note_fetch(self, number: int) -> None:
+        """Takes the number of its fetch, the same on all ranks."""
         self.number = number
 
-    def train(self, thread: int, num_pushes: int) -> None:
-        """It is pooled for training, by a thread, after so many pushes."""
+    def note_pooled(self, thread: int, num_pushes: int) -> None:
+        """Takes which thread pooled it for training, and after how many pushes."""
         self.thread, self.num_pushes = thread, num_pushes
 
-    def take_gradients(self) -> None:
-        """Its backward has run."""
+    def note_backward(self) -> None:
+        """Notes that its backward has run."""
         self.has_gradients = True
 
     def __del__(self) -> None:

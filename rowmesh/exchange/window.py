@@ -144,9 +144,14 @@ class Window:
         triples = zip(route.groups, layouts, memories, strict=True)
         self.groups = [WindowGroup(group, route.batch, bounds, cut, memory) for group, cut, memory in triples]
 
+    def begin(self, number: int) -> None:
+        """Takes its number in the pipeline, which is that of its fetch too."""
+        self.number = number
+        self.route.note_fetch(number)
+
     @property
     def num_parts(self) -> int:
-        """N."""
+        """The number of micro-batches, N."""
         return len(self.bounds) - 1
 
     def add_gradients(self, part: int, gradients: Sequence[Tensor], *, may_wait: bool = False) -> None:

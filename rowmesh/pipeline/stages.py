@@ -25,7 +25,7 @@ from rowmesh.sparse import SparseBatch
 class Stages(Generic[T]):
     """The batches in flight of one loop, and the tasks on them.
 
-    Each method that takes a task is its stage's action, and runs in the thread of its resource.
+    A method below "In other threads" is the action of a stage, and runs in the thread of its resource.
 
     Args:
         reader: gives the items of the loader.
@@ -116,7 +116,7 @@ class Stages(Generic[T]):
         self._in_flight.clear()
         self._reader = iter(())
 
-    # Of tasks, in other threads
+    # In other threads
 
     def read(self, task: Task) -> None:
         if self._ends.here is not None or self._ends.has_left:
@@ -153,7 +153,7 @@ class Stages(Generic[T]):
         batch.take_route()
         self._num_averaged_ahead = number + 1
         window = engine.make_window(route, sizes)
-        window.number = window.route.number = self._first + number
+        window.begin(self._first + number)
         batch.take_window(window)
 
     def _pass_over(self, number: int, error: Exception | None) -> None:

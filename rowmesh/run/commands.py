@@ -1,6 +1,6 @@
 """The commands `train` and `evaluate`, as lists of their phases.
 
-Each phase takes values and returns one; `rowmesh.run.phases` has them in this order. A phase is a block where it holds
+Each phase takes values; `rowmesh.run.phases` has them in this order. A phase is a block where it holds
 something for those after it, the ranks, the run's folder or the tables, and gives it back however they end.
 """
 

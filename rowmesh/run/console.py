@@ -1,4 +1,4 @@
-"""Console: what a run prints for people, and the one place that can switch it off."""
+"""Console: what a run prints for people, while its ranks are whole; survivors of a dead rank print by themselves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Console:
     is_on: bool = True
 
     def of_rank(self, rank: int) -> Console:
-        """That of a rank: rank 0 alone prints."""
+        """The console of a rank: rank 0 alone prints."""
         return replace(self, is_on=self.is_on and rank == 0)
 
     def write(self, *lines: str) -> None:

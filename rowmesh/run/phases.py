@@ -1,6 +1,7 @@
 """The phases of a run, in the order in which `rowmesh.run.commands` goes through them.
 
-Each takes values and returns one. Every rank calls them: all that take a mesh, a job or a trainer are collective.
+Each takes values, and returns one where others need it. Every rank calls them: all that take a mesh, a job or a trainer
+are collective.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def take_former_model(trainer: Trainer, start: Start, meaning: Fingerprint, cons
 
 
 def begin(trainer: Trainer, start: Start, claim: Claim) -> RunFolder:
-    """Leaves what the run is in its folder, and returns where it writes until its model is written."""
+    """Writes a description of the run into its folder; returns the folder it writes to until its model is written."""
     about = about_run(trainer.job, trainer.total_steps)
 
     def leave() -> RunFolder:

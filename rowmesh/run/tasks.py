@@ -1,4 +1,4 @@
-"""A run is told here, once, which data it reads and what it does with them."""
+"""Tasks: decides, once for a run, which data it reads and what it does with them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def open_data(config: Config, *, verify: bool = True, trained: Mapping[str, Any]
 
 
 def task_of(config: Config, data: TableData) -> tuple[Task, list[str]]:
-    """Says what is done with the data; and lines on what was chosen where the configuration says auto.
+    """Chooses what is done with the data; returns it, and lines on what was chosen where the configuration says auto.
 
     The task's configuration has a value in the place of every auto: all that follows takes the task, and asks neither
     the data nor the configuration again which one it is.

@@ -1,7 +1,8 @@
 """Shards: what a rank holds of a table, in one form for all ways in which tables are stored.
 
-Saving, loading, snapshots, state dictionaries, averages and publishing know no other: `EmbeddingCollection.shards`
-gives the shards of all tables. What they read is `Rows`; a `TableShard` is what can also be written, or frozen.
+Saving, loading, snapshots, state dictionaries, averages and publishing go by them: `EmbeddingCollection.shards` gives
+the shards of all tables. Readers see `Rows`; a `TableShard` can be set and frozen, too. Loading treats dynamic shards
+apart, which it replaces, and publishing cores, whose vectors it computes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from rowmesh.tables.row_store import Piece, RowStore
 from rowmesh.tables.spec import TableSpec
 
 Which = Literal["owned", "held", "group"]
-"""Whose rows: those that this rank owns, which replicas share; all that it holds, copies too; or those that it owns
-within its replica group, as they are, without a message to any rank."""
+"""Whose rows: those that this rank owns, where replicas divide rows among themselves; all that it holds, copies too; or
+those that it owns within its replica group, as they are, without a message to any rank."""
 Form = Literal["rows", "ids", "cores"]
-"""What finds an entry of a table: the number of a row, an id, or the name of a core, which is one entry."""
+"""How an entry of a table is found: by the number of a row, by an id, or by the name of a core, which is one entry."""
 STORED_ROWS = 65_536
 """Rows that are copied at a time."""
 ROWS = "rows"
@@ -214,7 +215,7 @@ class Moment:
 
     @property
     def places(self) -> Sequence[Places]:
-        """Of the rows, in the order in which they are written."""
+        """The places of the rows, in the order in which they are written."""
         return self._places
 
     @property
@@ -228,7 +229,7 @@ class Moment:
         return {}
 
     def close(self) -> None:
-        """Steps cost nothing more; may be called again."""
+        """Ends reading: steps keep nothing for it from now on. May be called again."""
 
 
 class _ChangedRows(Moment):
@@ -246,7 +247,7 @@ class _ChangedRows(Moment):
 
 
 def row_dtype(num_rows: int) -> torch.dtype:
-    """In which an increment says which rows it has."""
+    """The type of the numbers of rows in an increment."""
     return torch.int32 if num_rows <= 2**31 else torch.int64
 
 
@@ -463,7 +464,7 @@ class CoreShard(TableShard):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Of all cores."""
+        """The tensors of all cores."""
         return self.cores.tensors
 
     def freeze(self, changed: Changed | None) -> Moment:

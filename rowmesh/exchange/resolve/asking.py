@@ -34,13 +34,13 @@ class Asked:
     scores: np.ndarray | None = None
     is_distinct: bool = True
 
-    def note_shared(self, *, is_distinct: bool) -> None:
+    def note_rows(self, *, are_distinct: bool) -> None:
         """Notes whether the rows of the ids are distinct."""
-        self.is_distinct = is_distinct
+        self.is_distinct = are_distinct
 
 
 def largest(scores: np.ndarray, inverse: np.ndarray, count: int) -> np.ndarray:
-    """Of each of so many distinct ids the largest score.
+    """The largest score of each of so many distinct ids.
 
     Args:
         scores: int64 `[N]`.

@@ -65,7 +65,7 @@ from rowmesh.tables.dynamic.hooks import DecisionHook, DecisionHooks
 from rowmesh.tables.dynamic.layout import rules_of
 from rowmesh.tables.dynamic.state import Statistics
 
-_FIND, _OPEN, _AGAIN, _NONE, _REFUSED = range(5)  # kinds of letters
+_FIND, _OPEN, _AGAIN, _NONE, _REFUSED = range(5)  # kinds of requests
 
 
 class Resolving:
@@ -309,7 +309,7 @@ class Resolver:
         return self._lock.locked()
 
     def expect_merge(self, *, is_due: bool) -> None:
-        """Takes whether averaged replicas make one of what they know after the next batch."""
+        """Takes whether replicas merge what they know after the next batch."""
         self.merge_is_due = is_due
 
     @property
@@ -507,7 +507,7 @@ class Resolver:
         for each in asked:
             of_group = range(place, place + len(each.offsets) - 1)
             are_distinct = (has_own[i] or rules_of(tables[i].spec).missing != "zero" for i in of_group)
-            each.note_shared(is_distinct=all(are_distinct))
+            each.note_rows(are_distinct=all(are_distinct))
             place = of_group.stop
 
     @property

@@ -45,7 +45,7 @@ class DynamicShard(TableShard):
         arena: where the rows are.
         step: how many batches were opened for training.
         replica: of this rank; the first one tells of the table.
-        set_dynamic_step: is told of how many batches there were before what was loaded.
+        set_step: is told of how many batches there were before what was loaded.
 
     Attributes:
         replica: likewise.
@@ -62,11 +62,11 @@ class DynamicShard(TableShard):
         *,
         step: int,
         replica: int,
-        set_dynamic_step: Callable[[int], None],
+        set_step: Callable[[int], None],
     ) -> None:
         super().__init__(spec)
         self.replica, self.shards = replica, range(0) if owned is None else owned.shards.shards
-        self._found, self._arena, self._step, self._go_on_after = owned, arena, step, set_dynamic_step
+        self._found, self._arena, self._step, self._set_step = owned, arena, step, set_step
 
     @property
     def _owned(self) -> OwnedTable:
@@ -203,7 +203,7 @@ class DynamicShard(TableShard):
         """
         if self._found is not None:
             self._load(self._found, parts, states)
-        self._go_on_after(step)
+        self._set_step(step)
 
     def _load(self, owned: OwnedTable, parts: Sequence[SavedShards], states: Sequence[str]) -> None:
         found = {shard: part for part in parts for shard in part.shards if shard in self.shards}
