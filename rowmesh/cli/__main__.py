@@ -199,10 +199,6 @@ def _complain(message: str) -> None:
     print(f"{speaker}: error: {text}", file=sys.stderr, flush=True)  # noqa: T201 - lines of its own
 
 
-if __name__ == "__main__":
-    main()
-
-
 def wait_passively() -> None:
     """Has threads of OpenMP sleep between two operations, where the environment does not say how they wait.
 
@@ -211,3 +207,7 @@ def wait_passively() -> None:
     """
     if not any(name in os.environ for name in _OTHERS):
         os.environ.setdefault(WAIT_POLICY, "PASSIVE")
+
+
+if __name__ == "__main__":
+    main()
