@@ -2,7 +2,9 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, Spar
 from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.pipeline import Pipeline
+from rowmesh.pipeline import Pipeline, runner
+from rowmesh.pipeline import pipeline as module
 from rowmesh.tables import Dynamic, Uniform
 from tests.support.ranks import RankPool
 from tests.support.tables import table
@@ -38,6 +41,13 @@ TABLES = {
         TableSpec(name="word", num_rows=60, dim=4, storage="tensor_train", optimizer=AdaGrad()),
     ],
 }
+
+
+@contextmanager
+def patient():
+    """Has loops that are left wait longer: kernels may be compiled meanwhile, on a busy machine."""
+    with mock.patch.object(module, "_LEAVE_S", 100.0), mock.patch.object(runner, "_CLOSE_S", 100.0):
+        yield
 
 
 def make(mesh, kind):
@@ -189,7 +199,8 @@ def test_an_error_ahead_is_the_end_of_data_on_one_rank(how, kind):
 def meet_errors(mesh, kind, how, micro_batches, cases):
     before, behind = range(BAD), [number for number in range(NUM_BATCHES) if number != BAD]
     plain = [train_plain(mesh, kind, numbers, micro_batches) for numbers in (before, behind)]
-    return [(meet_an_error(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
+    with patient():
+        return [(meet_an_error(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -248,7 +259,8 @@ def leave_loops(mesh, kind, how, micro_batches, cases):
     behind = [*trained, *range(BAD + 1, NUM_BATCHES)]
     looked_at = () if how == "after its step" else (3,)
     plain = [train_plain(mesh, kind, numbers, micro_batches, looked_at) for numbers in (trained, behind)]
-    return [(leave(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
+    with patient():
+        return [(leave(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
