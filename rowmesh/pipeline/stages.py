@@ -235,6 +235,6 @@ class Stages(Generic[T]):
 def _check_item(item: object, name: str, kind: str) -> None:
     if not hasattr(item, name):
         raise DataError(
-            f"the loader of a pipeline gave a {type(item).__name__} without {name!r}, {kind}; give items as "
-            "rowmesh.data.Batch is"
+            f"the loader of a pipeline gave an item of type {type(item).__name__} without {name!r}, {kind}; "
+            "give items as rowmesh.data.Batch is"
         )

@@ -350,10 +350,14 @@ class WithoutTake:
 
 def test_items_that_are_none():
     collection, optimizer = make()
-    with pytest.raises(DataError, match=r"stage 'read' of batch 0: .* gave a SparseBatch without 'sparse'"):
+    with pytest.raises(
+        DataError, match=r"stage 'read' of batch 0: .* gave an item of type SparseBatch without 'sparse'"
+    ):
         next(Pipeline(collection).windows([item.sparse for item in items(2)]))
     bare = [WithoutTake(item.sparse) for item in items(2)]
-    with pytest.raises(DataError, match=r"stage 'route' of batch 0: .* gave a WithoutTake without 'take'"):
+    with pytest.raises(
+        DataError, match=r"stage 'route' of batch 0: .* gave an item of type WithoutTake without 'take'"
+    ):
         next(Pipeline(collection, micro_batches=2, clustering="greedy").windows(bare))
     for window in Pipeline(collection, micro_batches=2).windows(bare):
         train(window, optimizer)
