@@ -64,7 +64,7 @@ def draw() -> str:
 
 
 def _lane(rank: int, top: int) -> Iterator[str]:
-    """What a rank does, from its samples to its gradients."""
+    """Draws the work of a rank, from its samples to its gradients."""
     bags, rows = BAGS[rank], routed(BAGS[rank])
     below = rank == 0  # where the table is
     yield f'<rect class="lane" x="12" y="{top}" width="{WIDTH - 24}" height="{LANE_HEIGHT}" rx="6"/>'
