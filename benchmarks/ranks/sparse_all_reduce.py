@@ -16,6 +16,7 @@ from benchmarks.workload import Workload
 from rowmesh import SGD, EmbeddingCollection, Mesh, SparseBatch, TableSpec
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.route import Route
+from rowmesh.exchange.transport import collect
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.simd import kernel
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
@@ -109,7 +110,9 @@ class Owners:
         self._steps += 1
         transport = self._collection.engine.shard_groups.stored[0].transport
         transport.fetch(self._route, lambda _: None)
-        transport.push([self._route], [Update(self._lr, 1.0, self._steps)], Step(self._steps, (Rate(self._lr),)))
+        updates, step = [Update(self._lr, 1.0, self._steps)], Step(self._steps, (Rate(self._lr),))
+        collect(transport, partial(transport.prepare, [self._route], updates, step), step)
+        transport.apply()
         self._route = None
 
     @property

@@ -42,7 +42,6 @@ from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, StepRefusedError, agree_to_migrate
-from rowmesh.exchange.micro_batch import Windows, make_windows
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.resolve.collected import make_resolver
 from rowmesh.exchange.resolve.known import KnownRows, known_rows
@@ -52,6 +51,7 @@ from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.exchange.router import make_router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
 from rowmesh.exchange.window import Form, Window, WindowMaker
+from rowmesh.exchange.windows import Collected, WindowOptions, Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.failures import FailureMark
 from rowmesh.mesh.waiting import broadcast_object, gather_objects
@@ -528,9 +528,8 @@ class Engine:
             ConfigurationError: they cannot, on this device.
         """
         device = "cpu" if self.options.device is None else self._device_name
-        made = [
-            make_windows(each, form, finds_final=finds_final, verifies=verifies, device=device) for each in self._all
-        ]
+        options = WindowOptions(form, finds_final, verifies, device)
+        made = [each.windows(options) for each in self._all]
         self._windows.update(made)
         return made
 
@@ -744,12 +743,11 @@ class Engine:
         self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate], *, forgets: bool = False
     ) -> None:
         """Applies the gradients of a window, which all are on their way, or forgets them. Collective."""
-        step, num_done = self.make_step(rates, self.step_count + 1), 0
+        step = self.make_step(rates, self.step_count + 1)
+        collected = self._collect(windows, window, step, forgets=forgets)
         try:
-            reach("engine.push")
-            for each in windows:
-                (each.forget if forgets else each.update)(window, step)
-                num_done += 1
+            for each, mine in collected:
+                each.apply(mine)
             self._num_pushes += 1
             self.step_count += 1
             for exchange in self.exchanges:
@@ -759,10 +757,26 @@ class Engine:
         except (NoRoomError, StoreError):  # of averaged replicas, as in `push`
             raise
         except BaseException as error:
-            # A device may find ids that are no rows only now, before anything has changed.
-            if num_done or not isinstance(error, (IdRangeError, RefusedError, StepRefusedError)):
+            self._fail(step.number, error)
+            raise
+
+    def _collect(
+        self, windows: Sequence[Windows], window: Window, step: Step, *, forgets: bool
+    ) -> list[tuple[Windows, Collected]]:
+        """Has ranks agree on the update of a window, whose gradients have come. Collective."""
+        collected: list[tuple[Windows, Collected]] = []
+        try:
+            reach("engine.push")
+            for each in windows:
+                collected.append((each, each.collect(window, step, forgets=forgets)))
+        except BaseException as error:
+            for each, mine in collected:
+                each.withdraw(mine)
+            # A device may find only now ids that are no rows; all ranks learn it, and nothing has changed.
+            if not isinstance(error, (NoRoomError, StoreError, IdRangeError, RefusedError, StepRefusedError)):
                 self._fail(step.number, error)
             raise
+        return collected
 
     # What happens between two steps
 

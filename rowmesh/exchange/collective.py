@@ -25,64 +25,19 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.handshake import Handshake, Step, after_hearing
 from rowmesh.exchange.host_group import HostGroupExchange, HostRouteGroup, route_of_nothing
-from rowmesh.exchange.route import Opened, Routed, ShardGroupRoute
+from rowmesh.exchange.incoming import KEY_BYTES, Incoming, merged_requests, sizes_of
+from rowmesh.exchange.micro_batch import windows_on_hosts
+from rowmesh.exchange.route import Routed, ShardGroupRoute
 from rowmesh.exchange.transport import Meanwhile, Transport
+from rowmesh.exchange.windows import StoredTables, WindowOptions, Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.mesh.waiting import barrier
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Scratch, held_bytes
-from rowmesh.ops.merge_update import Merger
-from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.simd import STORAGE
 from rowmesh.placement.address_map import RELAYS, REPLIES
 from rowmesh.tables.update_rules import Update
-
-_KEY_BYTES = 4
-
-
-def bounds_of(sizes: np.ndarray) -> np.ndarray:
-    """Where each piece begins, int64, and where the last one ends.
-
-    >>> bounds_of(np.array([3, 0, 4])).tolist()
-    [0, 3, 3, 7]
-    """
-    return np.concatenate([[0], np.cumsum(sizes)])
-
-
-def sizes_of(bounds: Sequence[int]) -> list[int]:
-    """The size of each piece.
-
-    >>> sizes_of([0, 3, 3, 7])
-    [3, 0, 4]
-    """
-    return [bounds[k + 1] - bounds[k] for k in range(len(bounds) - 1)]
-
-
-class Incoming(Opened):
-    """The requests of other ranks to this one, for one group of one route.
-
-    Attributes:
-        offsets: int64 `[W, S′ + 1]`, of every rank's requests, in that rank's numbering.
-        accesses: int64 `[W, S′]`.
-        bounds: int64 `[W + 1]`: where each rank's entries begin, over the requests of all ranks in order.
-        reply_bounds: int64 `[W + 1]`: where the replies to each rank begin.
-        sizes: how many entries each rank has.
-    """
-
-    __slots__ = ("accesses", "bounds", "offsets", "reply_bounds", "sizes")
-
-    def __init__(self, offsets: np.ndarray, accesses: np.ndarray, num_replying: int) -> None:
-        self.offsets = np.ascontiguousarray(offsets)
-        self.accesses = accesses
-        sizes = offsets[:, -1] - offsets[:, 0]
-        self.bounds, self.sizes = bounds_of(sizes), sizes.tolist()
-        self.reply_bounds = bounds_of(offsets[:, num_replying] - offsets[:, 0])
-
-    @property
-    def num_entries(self) -> int:
-        """Requests of all ranks."""
-        return int(self.bounds[-1])
 
 
 class CollectiveTransport(Transport[HostGroupExchange]):
@@ -113,6 +68,10 @@ class CollectiveTransport(Transport[HostGroupExchange]):
         width = 1 + sum(2 * exchange.num_segments + 1 for exchange in exchanges)
         self._handshake = Handshake(mesh, self._everyone, width, self.common)
         self.barrier()
+
+    def windows(self, tables: StoredTables, options: WindowOptions) -> Windows:
+        """See `Transport.windows`."""
+        return windows_on_hosts(tables, options, self._exchanges, self.common)
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Sends requests to the owners and receives their rows."""
@@ -342,8 +301,8 @@ class CollectiveGroup:
         look_up, incoming = group.look_up, group.opened_as(Incoming)
         send, count = look_up.send, incoming.num_entries
         self.make_room(group)
-        out = send.lists.items(_KEY_BYTES, group.num_unique, offset=send.slots_offset)
-        into = look_up.requests.buffer.items(_KEY_BYTES, count)
+        out = send.lists.items(KEY_BYTES, group.num_unique, offset=send.slots_offset)
+        into = look_up.requests.buffer.items(KEY_BYTES, count)
         return self._post(out, sizes_of(look_up.bounds), incoming.sizes, into)
 
     def make_room(self, group: HostRouteGroup) -> None:
@@ -351,7 +310,7 @@ class CollectiveGroup:
         look_up, exchange, count = group.look_up, self.exchange, group.opened_as(Incoming).num_entries
         look_up.send.reserve_gradients(group.num_unique * exchange.gradient_bytes)
         look_up.replies.reserve(count * max(exchange.gradient_bytes, exchange.row_bytes))
-        look_up.requests.reserve(_KEY_BYTES * count)
+        look_up.requests.reserve(KEY_BYTES * count)
 
     def post_rows(self, group: HostRouteGroup, keys: Message) -> Message:
         """Merges the requests, once they are here, and replies; relayed rows are fetched before."""
@@ -397,7 +356,7 @@ class CollectiveGroup:
             incoming.bounds.ctypes.data,
             shifts.ctypes.data,
             rank,
-            look_up.uniques + _KEY_BYTES * look_up.bounds[rank],
+            look_up.uniques + KEY_BYTES * look_up.bounds[rank],
             look_up.addresses,
             out,
         )
@@ -498,32 +457,3 @@ class CollectiveGroup:
         """Merges the requests of all ranks for these routes; where their gradients will be is known already."""
         self._sources = merged_requests(self.exchange, groups, self._ranks_per_node)
         self._merged = groups[0] if len(groups) == 1 else None
-
-
-def merged_requests(
-    exchange: HostGroupExchange, groups: Sequence[HostRouteGroup], ranks_per_node: int, merger: Merger | None = None
-) -> Sources:
-    """Merges the requests of all ranks for some routes, in the order of the ranks; gradients may come later.
-
-    Args:
-        exchange: the group's.
-        groups: of the routes, with the requests of other ranks.
-        ranks_per_node: G: gradients are summed node by node.
-        merger: holds what is merged; default: the group's own.
-    """
-    size, sources = exchange.gradient_bytes, exchange.sources(merger)
-    for rank in range(exchange.world_size):
-        for group in groups:
-            if rank == exchange.rank:
-                exchange.add_own(sources, group)
-                continue
-            look_up, incoming = group.look_up, group.opened_as(Incoming)
-            # Entries are counted over all ranks here, requests from each sender's own beginning.
-            ahead = int(incoming.bounds[rank]) - int(incoming.offsets[rank, 0])
-            slots = look_up.requests.buffer.address + _KEY_BYTES * ahead
-            gradients = look_up.replies.buffer.address + size * ahead
-            sources.add(slots, incoming.offsets[rank], gradients, incoming.accesses[rank])
-        if (rank + 1) % ranks_per_node == 0 and ranks_per_node < exchange.world_size:
-            sources.end_node()
-    sources.merge()
-    return sources

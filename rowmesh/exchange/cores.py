@@ -25,8 +25,9 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Handshake, Step, StepRefusedError, after_hearing, check_rates
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.route import AnyRouteGroup, Route, ShardGroupRoute
-from rowmesh.exchange.transport import LateChecks, check_everywhere, count_unique, take_step
+from rowmesh.exchange.transport import LateChecks, check_everywhere, collect, count_unique
 from rowmesh.exchange.transports import TransportName, transport_for
+from rowmesh.exchange.windows import WindowOptions, Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel
 from rowmesh.mesh.ordered_sums import CollectiveSums, OrderedSums, SharedSums
@@ -172,14 +173,13 @@ class CoreShardGroup:
         for group, count in zip(route.groups, numbers[len(route.late.outside) :], strict=True):
             count_unique(group, [count])
 
-    def push(self, routes: Sequence[Route], step: Step) -> None:
-        """Updates the cores by the gradients of all ranks. Collective.
+    def windows(self, options: WindowOptions) -> Windows:
+        """The windows of a pipeline over these tables. Collective."""
+        return Windows(self, options, "tensor-train rows are computed where they are looked up")
 
-        Args:
-            routes: with gradients.
-            step: of all groups of the collection.
-        """
-        take_step(self, partial(self.prepare, routes, step), step)
+    def collect(self, routes: Sequence[Route], step: Step) -> None:
+        """As `ShardGroup.collect` does. Collective."""
+        collect(self, partial(self.prepare, routes, step), step)
 
     # The parts of a push, see [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`. On
     # devices all is launched when it is applied.

@@ -21,9 +21,11 @@ from torch import Tensor
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.device_group import DeviceGroupExchange, DeviceRouteGroup
 from rowmesh.exchange.device_lanes import CopiesLane, Lane, Lanes, Merging, NodeLane, Requests, spread
+from rowmesh.exchange.device_micro_batch import DeviceMicroBatchWindows, OnDevice
 from rowmesh.exchange.handshake import Handshake, Step, after_hearing
 from rowmesh.exchange.route import Routed
 from rowmesh.exchange.transport import Meanwhile, Transport, check_everywhere
+from rowmesh.exchange.windows import StoredTables, WindowOptions, Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.waiting import barrier
@@ -38,8 +40,6 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
     Attributes:
         reason: which, and why.
         channel: between the devices.
-        hosts: between the ranks' hosts.
-        groups: the messages of each group.
     """
 
     name = "collective"
@@ -58,13 +58,28 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         if any("node" in exchange.lane_kinds for exchange in exchanges):
             places = [range(place, self._mesh.world_size, per_node) for place in range(per_node)]
             between = Channel.between_devices(self._mesh.part(places), self._device)
-        self.groups = [DeviceGroup(exchange, self.channel, per_node, between) for exchange in exchanges]
-        self._lanes = [lane for group in self.groups for lane in group.lanes]
+        self._groups = [DeviceGroup(exchange, self.channel, per_node, between) for exchange in exchanges]
+        self._lanes = [lane for group in self._groups for lane in group.lanes]
         self._copies = [lane for lane in self._lanes if isinstance(lane, CopiesLane)]
-        self.hosts = Channel.between_hosts(self._mesh)
+        self._hosts = Channel.between_hosts(self._mesh)
         # Which fetch or push this is; then how many routes are pushed, which, and of how many rows there are sums.
-        self._handshake = Handshake(self._mesh, self.hosts, 3 + len(self._copies), self.common)
+        self._handshake = Handshake(self._mesh, self._hosts, 3 + len(self._copies), self.common)
         self.barrier()
+
+    def windows(self, tables: StoredTables, options: WindowOptions) -> Windows:
+        """See `Transport.windows`."""
+        if any(group.exchange.is_tiered for group in self._groups):
+            return Windows(tables, options, "owners prefetch tiered rows when they are asked for them")
+        groups = [OnDevice(group.exchange, group.lanes, self.channel, options.form) for group in self._groups]
+        return DeviceMicroBatchWindows(
+            tables,
+            options,
+            groups,
+            self._hosts,
+            self.common,
+            expect=self._exchange_counts,
+            count_copies=self._learn_copies,
+        )
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Sends requests to the owners and receives their rows.
@@ -75,10 +90,10 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         """
         self._num_fetches += 1
         self._handshake(self._num_fetches)
-        self.exchange_counts(route)
+        self._exchange_counts(route)
         for group in route.groups:
             group.look_up.compose()
-        pairs = list(zip(self.groups, route.groups, strict=True))
+        pairs = list(zip(self._groups, route.groups, strict=True))
         keys = [messages.post_keys(group) for messages, group in pairs]
         copied = [messages.post_copied_keys(group) for messages, group in pairs]
         rows = [[messages.post_rows(group, work)] for (messages, group), work in zip(pairs, keys, strict=True)]
@@ -90,7 +105,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         for (messages, group), coming in zip(pairs, rows, strict=True):
             messages.take_rows(group, coming)
 
-    def exchange_counts(self, route: Routed) -> None:
+    def _exchange_counts(self, route: Routed) -> None:
         """Learns the sizes of all messages: the only time that the host waits for the device."""
         size = self._mesh.world_size
         assert route.late is not None
@@ -102,7 +117,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         sent, asked = numbers[: 2 * mine.numel()].reshape(2, size, -1)
         check_everywhere(route, self._mesh, numbers[2 * mine.numel() :].tolist(), asked[:, 0].tolist())
         between = 1
-        for messages, group in zip(self.groups, route.groups, strict=True):
+        for messages, group in zip(self._groups, route.groups, strict=True):
             part = slice(between, between + 2 * group.exchange.num_segments)
             messages.expect(group, *(numbers[:, part].reshape(size, 2, -1) for numbers in (sent, asked)))
             between = part.stop
@@ -140,7 +155,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         merged = self._merged(requests)
         if self._copies and not (is_equal and most == 1):
             self._count_copies(merged)
-        of_lanes = (update for group, update in zip(self.groups, updates, strict=True) for _ in group.lanes)
+        of_lanes = (update for group, update in zip(self._groups, updates, strict=True) for _ in group.lanes)
         for lane, each, merging, work, update in zip(self._lanes, requests, merged, works, of_lanes, strict=True):
             lane.push(each, merging, work, update)
 
@@ -154,7 +169,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         requests: list[list[Requests]] = [[] for _ in self._lanes]
         gradients: list[list[Tensor]] = [[] for _ in self._lanes]
         for route in routes:
-            groups = zip(self.groups, route.groups, strict=True)
+            groups = zip(self._groups, route.groups, strict=True)
             pairs = [pair for messages, group in groups for pair in messages.pushed(group)]
             for lane, (each, sums) in enumerate(pairs):
                 requests[lane].append(each)
@@ -191,14 +206,14 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         """Copied rows that this rank, their owner, will have sums of."""
         return [each.count for lane, each in zip(self._lanes, merged, strict=True) if lane in self._copies]
 
-    def count_copies(self, requests: Sequence[Requests]) -> None:
+    def _learn_copies(self, requests: Sequence[Requests]) -> None:
         """Learns how many sums each rank will send, given the merged requests lane by lane."""
         self._count_copies(self._merged([[each] for each in requests]))
 
     def _count_copies(self, merged: Sequence[Merging]) -> None:
         """Learns how many sums each rank will send, where that was not known when they compared what they push."""
         nums = torch.tensor([self._num_copies(merged)] * self._mesh.world_size, dtype=torch.int64, device="cpu")
-        self._take_counts(self.hosts.exchange_equal(nums, self.common, _COUNTING).numpy())
+        self._take_counts(self._hosts.exchange_equal(nums, self.common, _COUNTING).numpy())
 
     def _take_counts(self, counts: np.ndarray) -> None:
         for lane, of_ranks in zip(self._copies, counts.T.tolist(), strict=True):
@@ -216,7 +231,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         numbered = [(lane, each) for lane, of_lane in zip(self._lanes, requests, strict=True) for each in of_lane]
         sent = [np.column_stack([each.sent, each.ids_sent]) for _, each in numbered]
         ends = list(accumulate(part.shape[1] for part in sent))
-        asked = self.hosts.exchange_equal(torch.from_numpy(np.hstack(sent)), self.common, _COUNTING).numpy()
+        asked = self._hosts.exchange_equal(torch.from_numpy(np.hstack(sent)), self.common, _COUNTING).numpy()
         for (lane, each), part in zip(numbered, np.split(asked, ends[:-1], 1), strict=True):
             each.ask_again(part[:, 0].tolist(), part[:, 1:])
             lane.take_keys(each, lane.post_keys(each))

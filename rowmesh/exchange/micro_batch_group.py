@@ -1,4 +1,4 @@
-"""What travels of one group by micro-batch: the messages are the same on every device, merging and updating differ.
+"""Micro-batch group: the messages of one group in windows by micro-batch, and what the host does with them.
 
 What travels in a phase stands together at both ends, in the order of the ranks: requests sorted by phase, stably. So a
 message is one piece of memory, pooling finds rows where they arrived, and on a CPU the update finds gradients so.
@@ -14,17 +14,14 @@ from torch import Tensor
 
 from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import RowmeshError
-from rowmesh.exchange.collective import Incoming, merged_requests
 from rowmesh.exchange.copies import Copies
-from rowmesh.exchange.device_collective import DeviceGroup
-from rowmesh.exchange.device_lanes import Lanes, Merging, Requests
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.host_group import HostGroupExchange
+from rowmesh.exchange.incoming import Incoming, merged_requests
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
 from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.ops.memory import array_at
 from rowmesh.ops.window import FINAL
-from rowmesh.tables.dense import compute_dtype
 from rowmesh.tables.update_rules import Update
 
 
@@ -39,11 +36,10 @@ class MicroBatchGroup:
 
     Attributes:
         is_tiered: whether rows must be put into fast memory before they are read.
-        has_copies: whether copied rows have messages of their own.
         num_sizes: numbers of the handshake.
     """
 
-    has_copies, num_sizes = False, 0
+    num_sizes = 0
 
     def __init__(self, exchange: GroupExchange, rows: Channel, gradients: Channel, form: Form) -> None:
         self._rows, self._gradients, self._form = rows, gradients, form
@@ -111,10 +107,6 @@ class MicroBatchGroup:
         packed = memory.packed_gradients(phase)
         into = memory.gradients_into(phase)
         return self._post(self._gradients, packed, *sizes, into, self._gradient_wire)
-
-    def requests(self, window: WindowGroup) -> list[Requests]:
-        """The requests, lane by lane, where there are lanes."""
-        return []
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the requested rows."""
@@ -285,96 +277,3 @@ class OnHost(MicroBatchGroup):
                 if slot in piece.slots:
                     return f"row {piece.rows[piece.slots.index(slot)]} of table {table.name!r}"
         return f"slot {slot}"
-
-
-class OnDevice(MicroBatchGroup):
-    """On a device: the owner keeps the distinct slots of the window before, sorted, to find which rows are final.
-
-    Rows that every rank has a copy of are read in place when their window opens. Their gradients go to the owners after
-    the last micro-batch, and the update is that of the plain step: owners send sums to all ranks.
-
-    Args:
-        messages: of the plain step.
-        channel: between the devices.
-        form: how rows travel, "delta" or "unsplit".
-    """
-
-    def __init__(self, messages: DeviceGroup, channel: Channel, form: Form) -> None:
-        super().__init__(messages.exchange, channel, channel, form)
-        self.exchange = messages.exchange
-        self._lane, *copies = messages.lanes
-        self._copies = copies[0] if copies else None
-        self.has_copies = self._copies is not None
-
-    def expect(self, window: WindowGroup, sizes: np.ndarray) -> None:
-        """The transport has exchanged them."""
-        group = window.group
-        arena, dtype = self.exchange.arena.rows, compute_dtype(self.exchange.group.dtype)
-        direct = self._requests(window)[0]
-        window.on_device.open(group.look_up.uniques, direct.sent, direct.asked, arena, dtype)
-
-    @staticmethod
-    def _requests(window: WindowGroup) -> list[Requests]:
-        return window.group.opened_as(Lanes).requests
-
-    def _keys(self, window: WindowGroup) -> tuple[Tensor, None]:
-        return self._requests(window)[0].keys, None
-
-    def post_keys(self, window: WindowGroup) -> list[Message]:
-        """Sends requests to the owners, with the micro-batches that use each row, and which copies are read."""
-        posted = super().post_keys(window)
-        if self._copies is not None:
-            posted.append(self._copies.post_keys(self._requests(window)[1]))
-        return posted
-
-    def take_keys(self, window: WindowGroup, messages: Sequence[Message]) -> None:
-        """Merges what ranks ask for; how many copied rows they read is on its way to the host."""
-        requests, copied = self._requests(window), messages[-1]
-        keys = messages[:-1] if self._copies is not None else messages
-        slots, *uses = (message.wait() for message in keys)
-        requests[0].take(slots, None)
-        window.on_device.take_requests(slots, uses[0] if uses else None)
-        self._merging(window)
-        if self._copies is not None:
-            self._copies.take_keys(requests[1], copied)
-            self._copies.merged([requests[1]])
-
-    def _merging(self, window: WindowGroup) -> Merging:
-        return self._lane.merged([self._requests(window)[0]])  # once for one
-
-    def _find_final(self, window: WindowGroup, before: WindowGroup | None) -> None:
-        others = None if before is None else self._merging(before).merged
-        window.on_device.find_final(self._merging(window).merged, others)
-
-    def _begin_phase(self, window: WindowGroup, phase: int) -> None:
-        if self._copies is not None and phase == FINAL + 1:  # what came before the window was updated
-            window.on_device.read_copies(self._requests(window)[1].keys)
-
-    def post_gradients(self, window: WindowGroup, phase: int) -> Message:
-        """Sends the gradients that are complete in a phase; those of copied rows in the last one."""
-        if self._copies is not None and phase == len(window.parts):
-            sums = window.on_device.copied_gradients()
-            posted = self._copies.post_gradients([self._requests(window)[1]], [sums])
-            window.group.opened_as(Lanes).keep_coming(posted)
-        return super().post_gradients(window, phase)
-
-    def requests(self, window: WindowGroup) -> list[Requests]:
-        """The requests, lane by lane."""
-        return self._requests(window)
-
-    def update(self, window: WindowGroup, update: Update, number: int) -> None:
-        """Updates the requested rows, gradients in the order of the ranks; and copied rows alike."""
-        (direct, *copied), merging = self._requests(window), self._merging(window)
-        self._lane.apply(merging, window.on_device.came(), update)
-        self._lane.count([direct], merging)
-        if self._copies is not None:
-            came = window.group.opened_as(Lanes).take_coming()
-            self._copies.push(copied, self._copies.merged(copied), came, update)
-        window.on_device.drop_came()
-
-    def forget(self, window: WindowGroup, number: int) -> None:
-        """The gradients that came are not used."""
-        super().forget(window, number)
-        for message in window.group.opened_as(Lanes).take_coming():
-            message.wait()
-        window.on_device.drop_came()

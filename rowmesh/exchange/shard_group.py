@@ -24,8 +24,9 @@ from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
-from rowmesh.exchange.transport import Meanwhile, Transport, take_step
+from rowmesh.exchange.transport import Meanwhile, Transport, collect
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
+from rowmesh.exchange.windows import WindowOptions, Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
@@ -226,16 +227,23 @@ class ShardGroup:
             self.flush()
         self.transport.fetch(route if self._is_whole else ShardGroupRoute(route, self.indices), meanwhile)
 
-    def push(self, routes: Sequence[Route], step: Step) -> None:
-        """Sends gradients to the owners, which update; `flush` waits for messages of other replicas. Collective.
+    def windows(self, options: WindowOptions) -> Windows:
+        """The windows of a pipeline over these tables; its transport makes them. Collective."""
+        return self.transport.windows(self, options)
+
+    def collect(self, routes: Sequence[Route], step: Step) -> None:
+        """Has ranks agree on a step of these tables alone, which `apply` then takes. Collective.
 
         Args:
             routes: with gradients.
             step: of all groups of the collection.
+
+        Raises:
+            Exception: why no rank takes it; no row has changed.
         """
         if self.needs_flush:
             self.flush()
-        take_step(self, partial(self.prepare, routes, step), step)
+        collect(self, partial(self.prepare, routes, step), step)
 
     # The parts of a push, see [Note: a step is taken by all ranks or by none] in `rowmesh.exchange.transport`
 

@@ -1,7 +1,8 @@
 """Transport: the contract between routing and the wires, and the transport of one rank.
 
-    fetch(route)   afterwards the rows of every unique id of every group can be read
-    push(routes)   owners merge the gradients of all ranks and update their rows
+    fetch(route)      afterwards the rows of every unique id of every group can be read
+    a push            owners merge the gradients of all ranks and update their rows
+    windows(options)  the same by micro-batch, for a pipeline (`rowmesh.exchange.windows`)
 
 [Note: a step is taken by all ranks or by none]
 A push has three parts, each of which a step does for all its groups of tables before the next one begins:
@@ -16,7 +17,7 @@ A push has three parts, each of which a step does for all its groups of tables b
 Messages may bring more than a rank can know before. It has as much room for them as steps before needed; where ranks
 see that one needs more, they make it and agree once more.
 
-Both are collective: every rank calls them equally often and in the same order, or all ranks get a PeerError that says
+All are collective: every rank calls them equally often and in the same order, or all ranks get a PeerError that says
 which rank does what. The routes that ranks push need not be the same, nor as many: a rank whose loss did not use a
 look-up has none to push, and adds nothing.
 
@@ -26,7 +27,6 @@ All transports give the same results to the bit: requests are merged in the orde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import islice
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -35,10 +35,12 @@ from torch import Tensor
 
 from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import IdRangeError, RefusedError
-from rowmesh.exchange.device_group import DeviceRouteGroup
+from rowmesh.exchange.device_group import DeviceGroupExchange, DeviceRouteGroup
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
+from rowmesh.exchange.micro_batch import windows_on_hosts
 from rowmesh.exchange.route import AnyRouteGroup, Routed
+from rowmesh.exchange.windows import PrefetchedWindows, StoredTables, WindowOptions, Windows
 from rowmesh.mesh import Mesh
 from rowmesh.ops.memory import Buffer, Memory
 from rowmesh.ops.transfer import Late
@@ -54,15 +56,14 @@ class Pushes(Protocol):
     """What takes a step by itself, see [Note: a step is taken by all ranks or by none]."""
 
     def agree(self, step: Step, refusal: Exception | None) -> Exception | None: ...
-    def apply(self) -> None: ...
     def withdraw(self) -> None: ...
 
 
-def take_step(pushes: Pushes, prepare: Callable[[], None], step: Step) -> None:
-    """The three parts of a push, one after the other. Collective.
+def collect(pushes: Pushes, prepare: Callable[[], None], step: Step) -> None:
+    """The first two parts of a push; `apply` may follow. Collective.
 
     Args:
-        pushes: what agrees and applies.
+        pushes: what agrees.
         prepare: its first part.
         step: of this rank.
 
@@ -77,7 +78,6 @@ def take_step(pushes: Pushes, prepare: Callable[[], None], step: Step) -> None:
     if (refusal := pushes.agree(step, refusal)) is not None:
         pushes.withdraw()
         raise refusal
-    pushes.apply()
 
 
 class Transport(Generic[X]):
@@ -130,20 +130,20 @@ class Transport(Generic[X]):
         """Connects the ranks; collective, once, after all rows have their values."""
         self._exchanges = exchanges
 
+    def windows(self, tables: StoredTables, options: WindowOptions) -> Windows:
+        """Makes the windows of a pipeline: whole, where a transport cannot send them by micro-batch. Collective.
+
+        Args:
+            tables: the shard group that this serves.
+            options: what the pipeline asks for.
+        """
+        return Windows(tables, options, f"the transport is {self.name}, which reads rows in place")
+
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Makes the route's rows readable; calls `meanwhile` for each group while its rows travel."""
         raise NotImplementedError
 
-    def push(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
-        """Sends the gradients of routes to the owners, which update their rows.
-
-        Raises:
-            ConfigurationError: ranks have different learning rates in this step; on all alike.
-            PeerError: another rank cannot take it, and said so.
-        """
-        take_step(self, partial(self.prepare, routes, updates, step), step)
-
-    # Its parts, see [Note: a step is taken by all ranks or by none]
+    # The parts of a push, see [Note: a step is taken by all ranks or by none]
 
     def prepare(self, routes: Sequence[Routed], updates: Sequence[Update], step: Step) -> None:
         """Does what may fail of a push, without messages; changes no row."""
@@ -198,6 +198,15 @@ class LocalTransport(Transport[GroupExchange]):
     def __init__(self, reason: str = "there is one rank", rank: int = 0) -> None:
         super().__init__(reason)
         self._late = LateChecks(rank)
+
+    def windows(self, tables: StoredTables, options: WindowOptions) -> Windows:
+        """Windows whose tiered rows are pinned ahead; rows of one rank do not travel."""
+        on_device = [each for each in self._exchanges if isinstance(each, DeviceGroupExchange)]
+        if not any(exchange.is_tiered for exchange in self._exchanges):
+            return super().windows(tables, options)
+        if on_device:
+            return PrefetchedWindows(tables, options, on_device)
+        return windows_on_hosts(tables, options, self._exchanges, self.common)
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
         """Puts rows of cached tables into fast memory; all other rows are readable already."""

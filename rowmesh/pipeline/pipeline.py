@@ -460,7 +460,7 @@ class Pipeline(Generic[T]):
             return
         if runner.prepare_to_close(Task("rows", batch.number, self.schedule.num_parts - 1)):
             for windows in self._windows:
-                windows.unpin(batch.window)
+                windows.drop(batch.window)
 
     def _raise_late_error(self) -> None:
         """Raises what failed when a loop was left."""

@@ -11,8 +11,8 @@ from typing import Generic
 
 from rowmesh.collection.engine import Engine
 from rowmesh.errors import DataError, IdRangeError, NoRoomError, PeerError, RefusedError, RowmeshError
-from rowmesh.exchange.micro_batch import Windows
 from rowmesh.exchange.window import Window
+from rowmesh.exchange.windows import Windows
 from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, T
 from rowmesh.pipeline.cutter import Cutter
 from rowmesh.pipeline.ends import Ends
@@ -181,15 +181,15 @@ class Stages(Generic[T]):
             return
         for windows in self._windows:
             if windows.is_split:
-                standings = windows.open(self._window(task), self._standing(task))
-                if not self._ends.compare(task.batch, standings) and not self._ends.is_divided:
+                states = windows.open(self._window(task), self._standing(task))
+                if not self._ends.compare(task.batch, states) and not self._ends.is_divided:
                     return
 
     def retrieve(self, task: Task, runner: Runner) -> None:
         if window := self._window(task):
             try:
                 for windows in self._windows:
-                    windows.retrieve(window, lambda: runner.may_wait(task) and not self._ends.is_over(task.batch))
+                    windows.pin(window, lambda: runner.may_wait(task) and not self._ends.is_over(task.batch))
             except NoRoomError:
                 if runner.is_of_use(task) and not self._ends.is_over(task.batch):
                     raise
@@ -197,7 +197,7 @@ class Stages(Generic[T]):
     def final(self, task: Task) -> None:
         if window := self._window(task):
             for windows in self._windows:
-                windows.final(window)
+                windows.early(window)
 
     def rows(self, task: Task) -> None:
         if task.part == 0 and self._asks_late and not self._ends.is_known(task.batch):
@@ -223,7 +223,7 @@ class Stages(Generic[T]):
             if self._ends.refused is None:
                 raise
             for windows in self._windows:
-                windows.unpin(window)
+                windows.drop(window)
             raise SharedError(error) from error
         engine.update_window(self._windows, window, rates, forgets=forgets)
         self._streams.keep(task.batch, window)

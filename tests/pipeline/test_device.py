@@ -15,7 +15,7 @@ from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.collection.optimizer import EmbeddingOptimizer
 from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, IdRangeError, PeerError
-from rowmesh.exchange.micro_batch_group import OnDevice
+from rowmesh.exchange.device_micro_batch import OnDevice
 from rowmesh.mesh import Mesh
 from rowmesh.ops.window import FINAL, DeviceWindow
 from rowmesh.pipeline import Pipeline

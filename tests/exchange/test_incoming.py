@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rowmesh.exchange.collective import Incoming
+from rowmesh.exchange.incoming import Incoming
 
 
 def test_entries_of_all_ranks_are_counted_on():
