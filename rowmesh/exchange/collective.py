@@ -5,7 +5,7 @@ gradients, however many tables the group has, and before the gradients one in wh
 messages of one group travel while those of another are made. A rank's requests to itself never leave it.
 
 A rank merges the requests that others send it, replies with the rows, and later gets their gradients in the same order.
-Of most rows it is the owner; of rows that go in two hops it is the node leader, which relays.
+It owns most of these rows; rows that go in two hops it relays, as the node leader.
 
 Source: FusedRec §3, Algorithm 1, lines 4–6.
 Differs: the owner's look-up and recovery (b.1, b.2) are one pass that reads each distinct row once and writes it to
@@ -239,7 +239,7 @@ def _make_channels(mesh: Mesh) -> tuple[Channel, Channel]:
 
 
 class CollectiveGroup:
-    """One group's messages.
+    """The messages of one group.
 
     Args:
         exchange: the group's.
@@ -450,7 +450,7 @@ class CollectiveGroup:
             self._copies.pass_on(received, self._within, update)
 
     def forget(self) -> None:
-        """What was merged is no longer what will be pushed."""
+        """The merged requests are no longer those that will be pushed."""
         self._merged = None
 
     def _merge(self, groups: Sequence[HostRouteGroup]) -> None:

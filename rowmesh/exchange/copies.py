@@ -81,7 +81,7 @@ class Copies:
             counts: how many rows each member has; by default they tell each other.
 
         Returns:
-            What every member contributed, for `pass_on`; valid until the next call.
+            The contributions of all members, for `pass_on`; valid until the next call.
         """
         first, end = part
         if counts is None:

@@ -115,7 +115,7 @@ class CoreShardGroup:
             self._handshake = Handshake(self.mesh, hosts, 2, self._common)
 
     def _make_sums(self, size: int, dtype: torch.dtype) -> OrderedSums | None:
-        """What adds vectors of so many elements up; None where one rank is alone."""
+        """Makes the sums of vectors of so many elements over ranks; None where a rank is alone."""
         if self.transport_name == "local":
             return None
         if self.transport_name == "one_sided":
@@ -267,7 +267,7 @@ class CoreShardGroup:
         return self._updated == steps
 
     def gradients(self, routes: Sequence[Route]) -> list[Tensor]:
-        """Of all cores, of the ids of this rank, flat, in float64 and in the host's memory; for their norm."""
+        """Gradients of all cores by the ids of this rank, flat, in float64 and in the host's memory; for their norm."""
         pushed = [[route.groups[index] for route in routes] for index in self.indices]
         found = {(number, table): (lookup, rows) for number, table, (lookup, rows) in self._found(pushed)}
         gradients: list[Tensor] = []
@@ -366,7 +366,7 @@ class CoreLayout:
         return begin, shape
 
     def views(self, vector: Tensor) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-        """Of each table the gradients of its cores, and for each core an element a slice, not 0 where a rank read it.
+        """For each table the gradients of its cores, and for each core an element a slice, not 0 where a rank read it.
 
         Views of a vector are kept: vectors come again and again.
         """

@@ -244,7 +244,7 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
 
 
 class DeviceGroup:
-    """One group's messages.
+    """The messages of one group.
 
     Args:
         exchange: the group's.

@@ -1,6 +1,6 @@
 """Group exchange of a device: kernels find what a batch needs, and the host learns numbers of it later, if at all.
 
-Of tiered tables the host knows which rows are in the device's memory, and brings the others before they are read.
+The host knows which rows of tiered tables are in the device's memory, and brings the others before they are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DeviceRouteGroup = RouteGroup["DeviceGroupExchange", DeviceLookUp]
 
 
 class DeviceGroupExchange(GroupExchange):
-    """One group of tables on one rank, on a device.
+    """A group of tables on a rank, on a device.
 
     Args:
         group, address_map, arena, wire_dtype: as for `GroupExchange`.
@@ -78,7 +78,7 @@ class DeviceGroupExchange(GroupExchange):
         assert set(address_map.kinds) <= {"direct", "node", "replicated"}
         is_apart = not asks_owners and "replicated" in address_map.kinds
         self.num_destinations += is_apart
-        # One rank counts rows that all have, where they have no owners.
+        # A single rank counts rows that all have, where they have no owners.
         without = {"replicated"} if is_apart and self.rank else ()
         self._slot_tables = SlotTables(address_map, self._device, without=without)
         if self.is_tiered:
@@ -198,7 +198,7 @@ class DeviceGroupExchange(GroupExchange):
                 rows.note_use()
                 rows.unpin(changed=True)
 
-    # What was asked for is counted
+    # Requests are counted
 
     def count(self, accesses: NDArray[np.int64], merged: DeviceMerged, pinned: Sequence[PinnedRows | None]) -> None:
         """Counts what was asked of this rank and is updated now.

@@ -1,8 +1,8 @@
 """One-sided transport of devices: the ranks of a host read each other's arenas and send buffers.
 
-A look-up sends nothing: a kernel reads every row where its owner keeps it, once, and the host waits for nothing. What a
-step sends is laid out in a send buffer, sorted by owner, which the owners read between two barriers of the devices. Of
-a row that all ranks have each reads its own copy; gradients of such rows stand at the end of the send buffer, where
+A look-up sends nothing: a kernel reads every row where its owner keeps it, once, and the host waits for nothing. A step
+lays its messages out in a send buffer, sorted by owner, which the owners read between two barriers of the devices.
+Where all ranks have a row, each reads its own copy. Gradients of such rows stand at the end of the send buffer, where
 every rank reads them: all ranks add the same gradients in the same order, so that copies stay equal to the bit.
 
 [Note: who may read what when]
@@ -261,7 +261,7 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
 
 
 class _Group:
-    """What one group lays out and reads.
+    """The send buffers of one group, written here and read at their owners.
 
     Args:
         exchange: the group's.

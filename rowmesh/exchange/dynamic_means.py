@@ -101,7 +101,7 @@ class DynamicMeans:
             self._ahead[step] = self.resolver.merge()
 
     def pass_over(self, step: int) -> None:
-        """What this rank calls in place of `merge_ahead` that has opened no batch for this step."""
+        """Takes the place of `merge_ahead` where this rank has opened no batch for this step."""
         if self._schedule.is_due(step):
             assert self.resolver is not None
             self.resolver.pass_over_merge()

@@ -34,7 +34,7 @@ class Layouts:
         self._cache: dict[tuple[object, ...], list[GroupLayout]] = {}
 
     def __call__(self, batch: SparseBatch) -> list[GroupLayout]:
-        """One layout a group.
+        """The layout of each group.
 
         Raises:
             DataError: a feature is missing from the batch, or belongs to no table.

@@ -1,6 +1,6 @@
 """Micro-batch group: the messages of one group in windows by micro-batch, and what the host does with them.
 
-What travels in a phase stands together at both ends, in the order of the ranks: requests sorted by phase, stably. So a
+The rows of a phase stand together at both ends, in the order of the ranks: requests are sorted by phase, stably. So a
 message is one piece of memory, pooling finds rows where they arrived, and on a CPU the update finds gradients so.
 """
 
@@ -26,7 +26,7 @@ from rowmesh.tables.update_rules import Update
 
 
 class MicroBatchGroup:
-    """One group's messages.
+    """The messages of one group.
 
     Args:
         exchange: the group's.

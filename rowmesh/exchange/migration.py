@@ -42,7 +42,7 @@ _WORK_BYTES = 128  # of index arrays, for each row of a window
 
 @dataclass(frozen=True)
 class Moved:
-    """What a migration moved between ranks.
+    """The rows that a migration moved between ranks.
 
     Attributes:
         rows: rows that came to a rank that did not hold them, once for each such rank.
@@ -64,7 +64,7 @@ def move_rows(
 ) -> Moved:
     """Copies all rows and states from the arenas of one plan to those of another. Collective and blocking.
 
-    What it needs beside the arenas is about `chunk_bytes`, or a few rows where that is more.
+    Beside the arenas it needs about `chunk_bytes`, or a few rows where that is more.
 
     Args:
         old: exchanges whose rows do not change meanwhile.
@@ -74,7 +74,7 @@ def move_rows(
         everyone: all ranks, where `mesh` is one replica group of several, which move the same at the same time.
 
     Returns:
-        What came to this rank.
+        The rows that came to this rank.
 
     Raises:
         MemoryError: on all ranks alike, where one has no memory for its buffers; names it. Old rows are as before.

@@ -38,12 +38,12 @@ CHUNK_BYTES = 16 << 20  # of whole tables are averaged at once
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """What changed of some rows.
+    """The changes of some rows.
 
     Attributes:
         slots: `[n]`, distinct: uint32 in the host's memory, int32 on a device.
         values: of each kind, `[n, …]`.
-        before: what the values were, where this rank needs it itself; never sent.
+        before: the values before the change, where this rank needs them itself; never sent.
     """
 
     slots: Tensor
@@ -83,14 +83,14 @@ class Delta:
 
 
 class ReplicatedSums:
-    """One group's gradients, waiting for those of other replicas.
+    """The gradients of one group, until those of other replicas come.
 
     Args:
         arena: the group's rows on this rank.
         device: where they are; None: the host's memory.
 
     Attributes:
-        kinds: of what is sent, the slots first.
+        kinds: of the parts of a message, the slots first.
     """
 
     def __init__(self, arena: DenseArena | CachedArena, device: torch.device | None) -> None:
@@ -193,7 +193,7 @@ class ReplicatedSums:
 
 
 class ReplicatedMeans:
-    """One group's rows and optimizer state, averaged over replicas.
+    """The rows and optimizer state of one group, averaged over replicas.
 
     Args:
         arena: the group's rows on this rank.
@@ -203,7 +203,7 @@ class ReplicatedMeans:
 
     Attributes:
         tables: the rows, and each state of the optimizer, `[R, …]`.
-        kinds: of what is sent, the slots first.
+        kinds: of the parts of a message, the slots first.
         touched: rows that replicas may differ in, until they are averaged; of whole tables none.
     """
 

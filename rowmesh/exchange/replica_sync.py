@@ -14,7 +14,7 @@ replicas, so that none changes a bit:
              much each owner gets, and reduces, the host would wait for the device twice more
     whole    whole tables are averaged, whether they differ or not, while all wait
 
-What was sent arrives while the program goes on to the next look-up. Hosts compare what they do and how many rows they
+Messages arrive while the program goes on to the next look-up. Hosts compare what they do and how many rows they
 send, also of rows that go from device to device.
 """
 
@@ -48,7 +48,7 @@ _NO_UPDATE = Update(0.0, 0.0, 0)  # averages need none
 
 
 class _Group:
-    """One group's messages.
+    """The messages of one group.
 
     Attributes:
         own: what this rank has itself of the rows that are sent.
@@ -100,7 +100,7 @@ class _Group:
         return [laid_out_bytes(self.kinds, n) if k != without else 0 for k, n in enumerate(counts)]
 
     def buffers(self, num_bytes: int, sizes: list[int]) -> tuple[Tensor, Tensor]:
-        """Of a host, uint8: room for what it sends, and for what each replica sends it."""
+        """Room on a host, uint8: for its own message, and for the message of each replica."""
         into = self._receive_buffer.tensor(torch.uint8, sum(sizes))
         self.parts = into.split(sizes)
         return self._send_buffer.tensor(torch.uint8, num_bytes), into
@@ -374,12 +374,12 @@ class ReplicaSync:
                 group.rows.accept(delta, update)
 
     def _due(self) -> list[tuple[_Group, Update, list[Delta]]]:
-        """What came for all groups, before any row changes: where a replica is lost, all rows stay as they were."""
+        """The messages for all groups, before any row changes: where a replica is lost, all rows stay as they were."""
         groups = [pair for pair in zip(self._groups, self._updates, strict=True) if any(pair[0].counts)]
         return [(group, update, self._received(group)) for group, update in groups]
 
     def _received(self, group: _Group) -> list[Delta]:
-        """What each replica sent, once it is here; of this rank's own what it has."""
+        """The changes that each replica sent, once they are here, and this rank's own."""
         came, deltas = group.wait(), []
         if self._device is not None:
             came = [part.unflatten(0, (self._size, -1)) for part in came]

@@ -38,7 +38,7 @@ from rowmesh.tables.update_rules import Update
 
 @dataclass(frozen=True, eq=False)
 class ShardOptions:
-    """What all shard groups of a collection have in common.
+    """Options that all shard groups of a collection have in common.
 
     Attributes:
         transport: what was asked for.
@@ -203,7 +203,7 @@ class ShardGroup:
 
     @property
     def title(self) -> str:
-        """What it holds, for people."""
+        """A title of its tables, for people."""
         return f"tables of {self.replicas} replica(s)" + ("" if self.device is None else f" on {self.device}")
 
     def fill_from(self, before: ShardGroup, everyone: Mesh) -> Moved:
@@ -410,7 +410,7 @@ class ShardGroups:
 
     @property
     def all(self) -> list[ShardGroup | CoreShardGroup]:
-        """Those whose rows are stored, then those whose rows are computed."""
+        """Shard groups whose rows are stored, then those whose rows are computed."""
         return [*self.stored, *self.computed]
 
     def allocate(self, outcome: str = "") -> None:

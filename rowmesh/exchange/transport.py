@@ -49,11 +49,11 @@ from rowmesh.tables.update_rules import Update
 
 X = TypeVar("X", bound=GroupExchange)
 Meanwhile = Callable[[AnyRouteGroup], None]
-"""What is done for each group while its rows travel."""
+"""Work for each group while its rows travel."""
 
 
 class Pushes(Protocol):
-    """What takes a step by itself, see [Note: a step is taken by all ranks or by none]."""
+    """Tables that can take a step by themselves, see [Note: a step is taken by all ranks or by none]."""
 
     def agree(self, step: Step, refusal: Exception | None) -> Exception | None: ...
     def withdraw(self) -> None: ...
@@ -186,7 +186,7 @@ class Transport(Generic[X]):
 
 
 class LocalTransport(Transport[GroupExchange]):
-    """One rank: rows are read and updated in place.
+    """A rank alone: rows are read and updated in place.
 
     Args:
         reason: why there is one.

@@ -103,7 +103,7 @@ def _between_devices(name: TransportName, mesh: Mesh, device: torch.device) -> t
 
 
 def common_name(name: TransportName, mesh: Mesh, grid: Grid) -> TransportName:
-    """What to ask for so that the hosts' memory of all replica groups is linked alike, as far as it must be.
+    """The transport to ask for, so that hosts' memory is linked alike in all replica groups, as far as it must be.
 
     Raises:
         ConfigurationError: one-sided was asked for, and a group is on several hosts; on all ranks.
@@ -120,7 +120,7 @@ def common_name(name: TransportName, mesh: Mesh, grid: Grid) -> TransportName:
 
 
 def reader_for(name: TransportName, mesh: Mesh) -> Reader:
-    """What reads rows as a run on a mesh would, given the transport that it is configured with.
+    """The reader of rows that a run on a mesh would use, given the transport that it is configured with.
 
     Collective and blocking where ranks share memory.
 

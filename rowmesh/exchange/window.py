@@ -29,13 +29,13 @@ Form = Literal["unsplit", "naive", "delta"]
 """How the rows of a window travel. Rows are frozen while its micro-batches are computed, the same in all of them.
 
 - *unsplit*: every distinct row of the batch is fetched before the first micro-batch, and pushed after the last;
-- *naive*: each micro-batch fetches its own distinct rows and pushes a gradient for each. What several micro-batches
-  share travels several times: the paper's form, which clustering makes smaller;
+- *naive*: each micro-batch fetches its own distinct rows and pushes a gradient for each. Rows that several
+  micro-batches share travel several times: the paper's form, which clustering makes smaller;
 - *delta*: a row is fetched before the first micro-batch that has it, and its gradient, summed over micro-batches,
   is pushed after the last one that has it. It travels once, however the batch is cut.
 
-A fetch can hide behind the computation of earlier micro-batches and a push behind that of later ones. What is fetched
-before the first and pushed after the last cannot.
+A fetch can hide behind the computation of earlier micro-batches and a push behind that of later ones. Rows that are
+fetched before the first, and gradients that are pushed after the last, cannot.
 
 Source: NestPipe §V. Differs: delta is not in the paper.
 """
@@ -55,7 +55,7 @@ class RankState(IntEnum):
 
 
 class WindowGroup:
-    """What a window has of one group.
+    """The part of a window that belongs to one group.
 
     Args:
         group: of the route of the whole batch.

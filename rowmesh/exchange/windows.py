@@ -35,7 +35,7 @@ from rowmesh.tables.update_rules import Update
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """What a pipeline asks of windows.
+    """The form of the windows of a pipeline.
 
     Attributes:
         form: how rows travel, where they do by micro-batch.

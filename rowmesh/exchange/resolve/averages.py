@@ -83,6 +83,6 @@ class Averages:
             )
 
     def _first(self, failure: PlainError | None, counters: CommonCounters) -> PlainError | None:
-        """What the first of the ranks with the same shards cannot do; a flag of each where all can."""
+        """The failure of the first of the ranks with the same shards, or None, which costs a flag of each rank."""
         flags = self._channel.post_gather(torch.tensor([int(failure is not None)]), counters, DOING)
         return first_failure(self._mesh, failure, DOING) if flags.wait().any() else None

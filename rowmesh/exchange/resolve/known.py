@@ -1,4 +1,4 @@
-"""What is known of a dynamic table: the rows of its ids on this rank, and statistics of any ids."""
+"""Known ids of a dynamic table: their rows on this rank, and statistics of any ids."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KnownRows:
 
 
 def known_rows(table: TableSpec, owned: OwnedTable | None, arena: RowStore) -> KnownRows:
-    """Those of one table; `owned` is None where this rank has no shard."""
+    """The known rows of one table; `owned` is None where this rank has no shard."""
     states = [] if owned is None else [owned.shards.state_of(shard) for shard in owned.shards.shards]
     none = np.empty(0, np.int64)
     columns = {

@@ -33,7 +33,7 @@ Write = Callable[..., None]
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What a rank says of a batch beside its ids.
+    """The header of a rank's request for a batch, beside its ids.
 
     Attributes:
         kind: the same on all ranks, or they are out of step.
@@ -119,7 +119,7 @@ def _columns(at: np.ndarray, totals: np.ndarray, columns: int) -> tuple[np.ndarr
 
 
 class LocalRequestChannel:
-    """Of a rank alone.
+    """The request channel of a rank alone.
 
     Args:
         columns: of a request: 2, or 3 with scores.

@@ -263,7 +263,7 @@ class Resolver:
         """Makes one of what replica groups know that decide for themselves. Collective among the replicas of this rank.
 
         Returns:
-            Of each table, the ids whose rows must be averaged.
+            By table, the ids whose rows must be averaged.
 
         Raises:
             NoRoomError, StoreError: on all ranks alike, where ids do not fit, or a store does not answer; nothing has
@@ -276,7 +276,7 @@ class Resolver:
             return merged
 
     def pass_over_merge(self) -> None:
-        """What ranks of a replica group call in place of `merge` that has not opened the last batch.
+        """Takes the place of `merge` on ranks of a replica group that has not opened the last batch.
 
         Collective with `merge`, which then raises RefusedError, and changes nothing.
         """
@@ -373,7 +373,7 @@ class Resolver:
 
     @property
     def reported(self) -> dict[str, DynamicCounters]:
-        """What the counters of all ranks add up to: of each table this rank's, or zeros where others have the same."""
+        """Counters that add up over all ranks: this rank's for each table, or zeros where others have the same."""
         mine, rank = self.decided, self._mesh.rank
         return {
             name: mine[name] if name in mine and table.grid.place(rank)[0] == 0 else DynamicCounters(name)
