@@ -21,6 +21,7 @@ from rowmesh.exchange.handshake import Step, joined
 from rowmesh.exchange.resolve.merging import MergedIds
 from rowmesh.exchange.resolve.resolver import Resolver
 from rowmesh.exchange.sync_schedule import SyncSchedule
+from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
@@ -38,8 +39,8 @@ class _Coming(NamedTuple):
     messages: list[Message]
 
 
-class DynamicMeans:
-    """Keeps the replicas of some groups of dynamic tables together: a `Synchronizer`.
+class DynamicMeans(Synchronizer):
+    """Keeps the replicas of some groups of dynamic tables together.
 
     Args:
         setting: how often.
@@ -61,24 +62,15 @@ class DynamicMeans:
         """Takes what decides of the tables."""
         self.resolver = resolver
 
-    @property
-    def num_bytes(self) -> int:
-        """Nothing is held between two averages."""
-        return 0
-
-    def rows_after(self, steps: int) -> bool:
-        """No: between two averages the rows here are those of one replica."""
-        return False
-
     def begin(self, updates: Sequence[Update], step: Step) -> bool:
-        """See `ReplicaSync.begin`."""
+        """See `Synchronizer.begin`."""
         due = self._schedule.after(step)
         if due is not None:
             self._send(due.number, due, self._ahead.pop(due.number, None))
         return due is not None
 
     def start(self) -> None:
-        """As `begin` where an average is due, between two steps."""
+        """See `Synchronizer.start`."""
         assert self.resolver is not None
         self.resolver.check_idle("average replicas")
         self._send(self._schedule.call(), None, None)
@@ -112,9 +104,6 @@ class DynamicMeans:
             assert self.resolver is not None
             self.resolver.put_back(merged)
         self._ahead = {}
-
-    def forget(self) -> None:
-        """Nothing: what is loaded is the same in all groups."""
 
     def finish(self) -> None:
         """Waits for the rows of other replicas, and puts means into place."""

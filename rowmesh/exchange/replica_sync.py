@@ -35,6 +35,7 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, after_hearing, joined
 from rowmesh.exchange.replica_rows import Delta, ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.sync_schedule import SyncSchedule
+from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.channel import Channel, Message
 from rowmesh.mesh.synchronization import Synchronization
@@ -116,12 +117,12 @@ class _Group:
         return came
 
 
-class ReplicaSync:
+class ReplicaSync(Synchronizer):
     """Keeps the replicas of some groups of tables together; see `make_synchronizer`.
 
     Attributes:
         is_everyone: whether these are all ranks, each of which has a replica.
-        is_half_done: whether `finish` failed when rows had changed, or had been asked of other ranks.
+        is_half_done: see `Synchronizer`.
     """
 
     def __init__(
@@ -158,25 +159,15 @@ class ReplicaSync:
         return sum(group.num_bytes for group in self._groups)
 
     def begin_after(self, steps: int) -> None:
-        """Says after how many steps the rows are, with nothing under way."""
+        """See `Synchronizer.begin_after`."""
         self._updated = steps
 
     def rows_after(self, steps: int) -> bool:
-        """Whether the rows here are those after so many steps, of replicas that are exact, wherever this is asked.
-
-        Gradients of a later step may be under way: rows change when those of all replicas have come.
-        """
+        """See `Synchronizer.rows_after`."""
         return self._updated == steps
 
     def begin(self, updates: Sequence[Update], step: Step) -> bool:
-        """After gradients were pushed within this rank's replica; what is sent travels until `finish`.
-
-        Returns:
-            Whether a synchronization was due.
-
-        Raises:
-            PeerError: a rank does something else, or none answers.
-        """
+        """See `Synchronizer.begin`."""
         due = self._schedule.after(step)
         if due is not None:
             self._send(due.number, updates, due)
@@ -241,21 +232,18 @@ class ReplicaSync:
             group.rows.drop()
 
     def start(self) -> None:
-        """As `begin` where a synchronization is due, between two steps; for rows that are averaged."""
+        """See `Synchronizer.start`."""
         self._send(self._schedule.call(), [_NO_UPDATE] * len(self._groups))
 
     def finish(self) -> None:
-        """Waits for what other replicas sent, and updates.
-
-        Where it fails before a row has changed, for want of memory say, it may be called again.
-        """
+        """See `Synchronizer.finish`."""
         if self._is_under_way:
             self._receive()
             self._is_under_way = self.is_half_done = False
             self._updated = self._operation
 
     def forget(self) -> None:
-        """Takes the rows of this rank as equal to those of the other replicas."""
+        """See `Synchronizer.forget`."""
         for group in self._groups:
             group.rows.forget()
 
@@ -411,7 +399,7 @@ def make_synchronizer(
     device: torch.device | None = None,
     second: dist.ProcessGroup | None = None,
 ) -> ReplicaSync | DynamicMeans:
-    """Keeps the replicas of some groups of tables together. Collective among a replicate group.
+    """Makes the synchronizer of some groups of tables. Collective among a replicate group.
 
     Args:
         setting: how.

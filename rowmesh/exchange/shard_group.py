@@ -17,13 +17,13 @@ from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.device_group import DeviceGroupExchange
-from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
+from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.transport import Meanwhile, Transport, collect
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
 from rowmesh.exchange.windows import WindowOptions, Windows
@@ -127,7 +127,7 @@ class ShardGroup:
         self.transport.count_into(options.common)
         self.transport_name = self.transport.name
         self.exchanges: list[GroupExchange] = []
-        self.synchronizer: ReplicaSync | DynamicMeans | None = None
+        self.synchronizer = Synchronizer()
         self.needs_flush = self._has_failed = False
         self._exact: ReplicaSync | None = None  # what keeps replicas on hosts equal, where it has a part in each step
         self._pushed: tuple[Sequence[Routed], list[Update], Step] | None = None  # what is prepared
@@ -213,8 +213,8 @@ class ShardGroup:
     @property
     def num_bytes(self) -> int:
         """Memory of all buffers."""
-        own = 0 if self.synchronizer is None else self.synchronizer.num_bytes
-        return own + self.transport.num_bytes + sum(exchange.num_bytes for exchange in self.exchanges)
+        buffers = self.synchronizer.num_bytes + self.transport.num_bytes
+        return buffers + sum(exchange.num_bytes for exchange in self.exchanges)
 
     def fetch(self, route: Route, meanwhile: Meanwhile) -> None:
         """Makes the rows of these groups readable. Collective.
@@ -276,7 +276,7 @@ class ShardGroup:
             self.needs_flush = True
             return
         self.transport.apply()
-        if self.synchronizer is not None:
+        if self.replicas > 1:
             self.begin_synchronization(updates, step)
         if self.device is not None:
             for route in mine:
@@ -298,7 +298,7 @@ class ShardGroup:
     @property
     def is_half_done(self) -> bool:
         """Whether `flush` failed when rows had changed, or had been asked of other ranks."""
-        return isinstance(self.synchronizer, ReplicaSync) and self.synchronizer.is_half_done
+        return self.synchronizer.is_half_done
 
     def updates(self, step: Step) -> list[Update]:
         """How the rows of these groups change."""
@@ -310,14 +310,12 @@ class ShardGroup:
 
     def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None:
         """Sends the other replicas what was pushed, if that is due; `flush` waits for theirs. Collective."""
-        if self.synchronizer is not None:
-            self.needs_flush = self.synchronizer.begin(updates, step)
+        self.needs_flush = self.synchronizer.begin(updates, step)
 
     def synchronize(self) -> None:
         """Makes replicas equal now, if they are only averaged now and then. Collective."""
         self.flush()
         if self.averages:
-            assert self.synchronizer
             self.transport.barrier()  # ranks of this group may still read the rows that are about to change
             self.synchronizer.start()
             self.needs_flush = True
@@ -326,12 +324,11 @@ class ShardGroup:
     def forget(self) -> None:
         """Takes the rows of this rank, which the program sets, as equal to those of the other replicas."""
         self.flush_own()
-        if self.synchronizer is not None:
-            self.synchronizer.forget()
+        self.synchronizer.forget()
 
     def flush(self) -> None:
         """Waits for messages of other replicas and updates the rows of this replica group. Collective."""
-        if self.synchronizer is not None and self.needs_flush:
+        if self.needs_flush:
             self.synchronizer.finish()
             self.needs_flush = False
             if self.transport_name == "one_sided":  # with the others, a rank that replies with rows has flushed before
@@ -339,17 +336,15 @@ class ShardGroup:
 
     def flush_own(self) -> None:
         """Waits for messages of other replicas and updates the rows that this rank holds."""
-        if self.synchronizer is not None:
-            self.synchronizer.finish()
+        self.synchronizer.finish()
 
     def begin_after(self, steps: int) -> None:
         """Says after how many steps the rows are, with nothing under way."""
-        if isinstance(self.synchronizer, ReplicaSync):
-            self.synchronizer.begin_after(steps)
+        self.synchronizer.begin_after(steps)
 
     def rows_after(self, steps: int) -> bool:
-        """Whether the rows here are those after so many steps; see `ReplicaSync.rows_after`."""
-        return self.synchronizer is not None and self.synchronizer.rows_after(steps)
+        """Whether the rows here are those after so many steps; see `Synchronizer.rows_after`."""
+        return self.synchronizer.rows_after(steps)
 
     def share(self, piece: Piece) -> Piece:
         """The rows of a piece that count as this replica's: each row counts for one replica only."""
