@@ -1,1 +1,1 @@
-"""What every part of rowmesh uses and none is about: faults, files, memory, threads, words for messages."""
+"""Support that every part of rowmesh uses: faults, files, memory, threads, words for messages."""

@@ -1,4 +1,4 @@
-"""Background saves: who writes rows beside training. What writes or sets rows next waits for them."""
+"""Background saves: writers of rows beside training. The next that writes or sets rows waits for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 _NAME = "_written_beside_training"
-"""Of an attribute of the collection: what writes refers to it, and a table of both would never let go of them."""
+"""The name of an attribute of the collection: a writer refers to it, and a table of both would never let go of them."""
 
 
 class _Awaited(Protocol):

@@ -1,7 +1,7 @@
 """Limits on memory and processors of groups of processes: those of containers, batch systems and systemd.
 
 A process is in one group of each hierarchy: version 2 has one hierarchy, version 1 one for every kind of resource. Each
-group above it limits it too. What a process sees of them depends on its namespaces and mounts, so both are read:
+group above it limits it too. A process sees them through its namespaces and mounts, so both are read:
 `/proc/self/cgroup` has its paths, `/proc/self/mountinfo` says where which part of the hierarchies is mounted.
 """
 

@@ -52,7 +52,7 @@ def used_bytes() -> int:
 
 
 def rooms(root: Path = Path("/")) -> dict[str, int]:
-    """What processes may still take, by what limits them: "" is this host, the others its control groups.
+    """Memory that processes may still take, by the name of the limit: "" is this host, the others its control groups.
 
     A page cache gives way to them, and counts as available; swap does not. Processes share what they have a name in
     common for: ranks of a host may be in one control group or have one each.
@@ -66,10 +66,10 @@ def rooms(root: Path = Path("/")) -> dict[str, int]:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What this process may still take: the kernel's estimate, or what its control groups have left."""
+    """Memory that this process may still take: the kernel's estimate, or the rest of its control groups."""
     return min(rooms(root).values())
 
 
 def resident_bytes() -> int:
-    """What this process has in memory, shared pages counted in full."""
+    """Memory of this process, shared pages counted in full."""
     return psutil.Process().memory_info().rss

@@ -18,7 +18,7 @@ RANDOM_STATES = "rowmesh._support.random_states"
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """What random numbers will follow in this process, on the host and on `device`."""
+    """The states that decide which random numbers follow in this process, on the host and on `device`."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     states: dict[str, Any] = {
@@ -43,7 +43,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 
 def unseeded(states: dict[str, Any]) -> dict[str, Any]:
-    """Those of `random_states` that `seed_step` does not set."""
+    """The parts of `random_states` that `seed_step` does not set."""
     return {name: state for name, state in states.items() if name != "torch"}
 
 

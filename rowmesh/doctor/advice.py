@@ -23,7 +23,7 @@ LEAST_SCALING = 1.0  # of the speed of one rank
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, and what it came to.
+    """A subject that was looked at, and the result.
 
     Attributes:
         name: what.
@@ -62,7 +62,7 @@ def findings(facts: Facts, steps: Sequence[StepTimes | Failed]) -> list[Finding]
 
 
 def standing(facts: Facts, ranks: int = 1, threads: int = 1) -> list[Finding]:
-    """What is slow here whatever is trained, and needs no step to find out.
+    """Findings that hold whatever is trained, and need no step.
 
     Args:
         facts: of this machine.

@@ -24,7 +24,7 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *WAITING, "GLOO_SOCKET_IFNAME
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is there; None is what the system does not say.
+    """The hardware and software here; None where the system does not say.
 
     Attributes:
         system: as Python calls it: "linux", "darwin", "win32".
@@ -68,7 +68,7 @@ class Facts:
 
 
 def read_facts(*, network: bool = True) -> Facts:
-    """Of this machine.
+    """Reads the facts of this machine.
 
     Args:
         network: whether to ask for the address of this host's name, for which a broken resolver takes seconds.

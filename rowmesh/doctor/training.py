@@ -21,7 +21,7 @@ BATCH_SIZE, TABLES, ROWS, DIM, DENSE = 2048, 8, 20_000, 16, 13
 
 
 class Seconds(NamedTuple):
-    """Of a step on this rank, and of look-up and update of tables in it."""
+    """The time of a step on this rank, and of look-up and update of tables in it."""
 
     whole_s: float
     sparse_s: float

@@ -1,4 +1,4 @@
-"""What the models are made of: stacks of linear layers, projections to one width, inputs side by side."""
+"""Layers of the models: stacks of linear layers, projections to one width, inputs side by side."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class FastLinear:
         return using(self.choices)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was chosen, for a checkpoint: whoever goes on from there computes the same bits."""
+        """The choices, for a checkpoint: a run that goes on from there computes the same bits."""
         return {"choices": self.choices.to_plain()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -72,7 +72,7 @@ def fast_linear(
             its operators for each number anew, which is measured, too.
 
     Returns:
-        What to compute with, in `with fast():`. Without oneDNN, torch's own, which `reason` says.
+        The choices to compute with, in `with fast():`; torch's own where there is no oneDNN, as `reason` says.
 
     Raises:
         PeerError: a rank died, or did not come within the mesh's timeout.

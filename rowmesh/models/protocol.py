@@ -40,8 +40,8 @@ class Model(Protocol):
     rank 0. It has at least one parameter; tables are not among them. A batch that gives a rank no samples is not shown
     to it.
 
-    Of data with several labels it gives a logit for each, `[B, L]`, and is made with `labels`, their names, too. For a
-    label of kind "value" what it gives is the value itself.
+    For data with several labels it gives a logit for each, `[B, L]`, and is made with `labels`, their names, too. For a
+    label of kind "value" it gives the value itself.
 
     It may have a loss of its own: `loss(logits, labels)`, a method or an attribute such as `nn.BCEWithLogitsLoss()`.
     `labels` are `[B]`, or `[B, L]`, of the dtype of the logits; it returns the losses of the samples `[B]`, or their

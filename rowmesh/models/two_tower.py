@@ -19,7 +19,7 @@ from rowmesh.models.layers import check_inputs, check_positive, mlp, one_label
 from rowmesh.models.protocol import Vectors
 
 Gather = Callable[[Tensor], tuple[Tensor, int]]
-"""Of the rows of this rank: those of all ranks, and the number of the first of its own."""
+"""Takes the rows of this rank; returns the rows of all ranks, and the number of this rank's first."""
 IN_BATCH = "in_batch_softmax"
 LOSSES = ("binary_cross_entropy", IN_BATCH)
 

@@ -1,4 +1,4 @@
-"""What a run says about itself: JSON lines, counters, its environment, progress."""
+"""Observation: a run's account of itself: JSON lines, counters, its environment, progress."""
 
 from rowmesh.observe.counters import CounterLog
 from rowmesh.observe.environment import environment_report, environment_text

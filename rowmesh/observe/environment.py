@@ -1,4 +1,4 @@
-"""What a run depends on beside its configuration: versions, processor, memory, communication."""
+"""Environment of a run, on which it depends beside its configuration: versions, processor, memory, communication."""
 
 from __future__ import annotations
 

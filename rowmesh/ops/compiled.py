@@ -4,8 +4,8 @@ Numba ends a program where it finds no folder for its cache, where a write to it
 is damaged: after a power cut files have the right name and size and zeros inside. Code that is damaged without Python
 noticing would be run. So each kernel and signature here has one file, which begins with its checksum. A file that is
 not what was written is compiled and written again; where none can be written, every process compiles for itself.
-Of several processes that need the same kernel one compiles it, and the others wait: ranks start at the same moment, and
-often on fewer cores than there are ranks.
+Where several processes need the same kernel, a single process compiles it and the others wait: ranks start at the same
+moment, and often on fewer cores than there are ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the GPU kernels share that needs no Triton.
+"""GPU: the parts that all GPU kernels share and that need no Triton.
 
 [Note: GPU kernels]
 
 `rowmesh/ops/<op>/cuda.py` holds an op's Triton kernels and the plain functions over tensors that launch them. Triton is
-imported with those modules and nowhere else, so rowmesh runs without it. What holds for all of them:
+imported with those modules and nowhere else, so rowmesh runs without it. These rules hold for all of them:
 
 - They run on the tensors' device; on CPU tensors where `TRITON_INTERPRET=1` stood in the environment before the import.
 - The host never waits: no size is read back. Counts stay on the device as tensors of one element; a kernel that follows
@@ -33,13 +33,13 @@ _TILE_BYTES = 8192
 # Threads of a pipeline launch, too. The interpreter has one state for all of them, and Triton does not say that two may
 # compile a kernel, or load it, at once.
 _launching = threading.Lock()
-# What was compiled, with the constants that end its arguments; see `_kind_of`. Triton finds it again at every launch,
+# Compiled kernels, with the constants that end their arguments; see `_kind_of`. Triton finds it again at every launch,
 # which takes the host longer than most kernels take a GPU.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 class Signature(NamedTuple):
-    """What a kernel is compiled for where there is no GPU. Every `cuda.py` lists its kernels' as `SIGNATURES`.
+    """The types that a kernel is compiled for where there is no GPU. `SIGNATURES` of every `cuda.py` lists its kernels'.
 
     Attributes:
         kernel: a `triton.jit` function.

@@ -3,8 +3,8 @@
 [Note: copies beside the computation]
 Rows of tiered tables travel on two streams of their own, inward and outward, so that copies into a GPU's memory are not
 held up behind those out of it. Kernels run on the stream that is current, the user's. The host runs ahead of all three:
-it counts a cache slot as free when the last kernel that uses it is launched, not when it has run. What could go wrong,
-and what is done about each:
+it counts a cache slot as free when the last kernel that uses it is launched, not when it has run. These things
+could go wrong; each has its remedy:
 
 1. A kernel reads a cache slot before the row is there. `PinnedRows.ready` is called before rows are used. It lets the
    current stream wait for all that was asked of the inward stream when they were pinned: not for later batches' copies.
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Mark:
-    """What was asked of a stream before this was made.
+    """The work that a stream was given before this mark was made.
 
     Args:
         event: recorded there; None where everything is done at once.
@@ -96,7 +96,7 @@ class Stream:
 
     @classmethod
     def new(cls, device: torch.device, *, is_urgent: bool = False) -> Stream:
-        """One more, beside the others of a device.
+        """A new stream, beside the others of a device.
 
         Args:
             device: that does the work.
@@ -106,11 +106,11 @@ class Stream:
 
     @classmethod
     def current(cls, device: torch.device) -> Stream:
-        """The one that kernels are launched on by this thread."""
+        """The stream on which this thread launches kernels."""
         return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
     def mark(self, *, has_time: bool = False) -> Mark:
-        """What was asked so far; `has_time`: whether it is to be known when that was done."""
+        """A mark behind the work so far; `has_time`: whether the mark says when that work was done."""
         if self._stream is None:
             return Mark(time_s=time.perf_counter())
         # The host sleeps while it waits: the thread that writes back often does.
@@ -119,7 +119,7 @@ class Stream:
         return Mark(event)
 
     def wait_for(self, marks: Iterable[Mark]) -> None:
-        """What is asked from now on begins when marks have passed; the host goes on."""
+        """Later work of this stream begins when marks have passed; the host goes on."""
         for mark in marks:
             if self._stream is not None and mark.event is not None:
                 self._stream.wait_event(mark.event)

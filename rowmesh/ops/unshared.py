@@ -17,7 +17,7 @@ def are_unshared(gradients: Sequence[Tensor]) -> bool:
     """Whether no program and no graph can change any of the gradients that a `torch.autograd.Function` was given.
 
     Counts references to each tensor and to its memory, and compares them with those to a gradient that surely is only
-    the backward's. One that is not contiguous is copied by whoever needs it contiguous.
+    the backward's. A gradient that is not contiguous is copied where it must be.
 
     Args:
         gradients: the arguments of `backward`, the tuple itself: another one would refer to them too.
@@ -53,7 +53,7 @@ class _Probe(torch.autograd.Function):
 
 @functools.cache
 def _only_references() -> set[tuple[int, ...]]:
-    """Of a gradient that was just computed, and of one that is a view of such; nothing where torch cannot count."""
+    """References to a gradient that was just computed, and to a view of it; nothing where torch cannot count."""
     if not (hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")):
         return set()
     found: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""What a step costs under a plan: memory, look-ups, and the bytes between every two ranks, as expectations.
+"""Cost of a step under a plan: memory, look-ups, and the bytes between every two ranks, as expectations.
 
 These are the bytes that the exchange counts while it runs. For a row that one rank asks for with rate u, the ranks of
 a node together with rate n and all ranks with rate U (`rowmesh.placement.demand`), in a step:

@@ -69,7 +69,7 @@ class Located:
 
 
 class Movements:
-    """What one rank does with a window of rows.
+    """The use that a rank makes of a window of rows.
 
     Attributes:
         kept_from, kept_to: slots of rows that the rank holds under both plans.

@@ -105,7 +105,7 @@ class TableProfile:
 
     @property
     def name(self) -> str:
-        """Of the table."""
+        """Rows of the table."""
         return self.shape.name
 
     @property

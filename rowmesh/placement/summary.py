@@ -101,7 +101,7 @@ class Stretch:
 
     @property
     def stop(self) -> int:
-        """One past the last row."""
+        """The number after the last row."""
         return self.parts[-1].stop
 
     @property

@@ -102,7 +102,7 @@ class Topology:
 
     @staticmethod
     def uniform(world_size: int) -> Topology:
-        """One node whose links all cost 1 and whose own memory costs nothing: what counts bytes."""
+        """A single node whose links all cost 1 and whose own memory costs nothing: costs are bytes."""
         return Topology.grouped(1, world_size, 1.0)
 
     @staticmethod

@@ -156,7 +156,7 @@ class CandidateSearch:
         return cost_with_replicas(plan, self.problem.profile, self.problem.topology, self.problem.request, self.sync)
 
     def _problems(self, grid: Grid, names: Sequence[str]) -> dict[int, Problem]:
-        """Of the tables with replicas, and of the others on all ranks; both share the memory as their rows do."""
+        """Problems of tables with replicas, and of the others on all ranks; both share the memory as their rows do."""
         parts = {
             count: replace(
                 self.problem,
@@ -219,7 +219,7 @@ def _limited(problem: Problem, limit_bytes: int | None) -> Problem:
 
 
 def _joined(problem: Problem, parts: dict[int, Plan], together: Together) -> Plan:
-    """One plan of the plans of groups, with the tables in the problem's order."""
+    """Joins the plans of groups, with the tables in the problem's order."""
     tables = {table.name: replace(table, replicas=count) for count, part in parts.items() for table in part.tables}
     ordered, topology = tuple(tables[shape.name] for shape in problem.shapes), problem.topology
     strategies = dict.fromkeys(part.strategy for part in parts.values())

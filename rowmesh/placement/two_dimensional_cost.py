@@ -1,13 +1,13 @@
-"""What a step costs where tables have replicas: memory, look-ups, all-to-alls within groups, and their synchronisation.
+"""Cost of a step where tables have replicas: memory, look-ups, all-to-alls within groups, and their synchronisation.
 
 T ranks hold M replicas of a table, each spread over a group of N = T / M ranks; the M ranks that hold the same shard
 are a replicate group (`rowmesh.mesh.grid`). Within a shard group everything is as in `rowmesh.placement.cost`. In a
 step of b samples a rank, every rank sends to its replicate group, for its shard. A shard group touches a row of it with
 probability u, any group with U:
 
-    exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each. Of two
-               replicas, each sends u · w to the other; of more, u · w / M to each, which are owners of a share of the
-               rows, and as owner U · w / M of sums back to each. u is of b · N samples, U of b · T.
+    exact      the group's summed gradients of the rows it touched, w = 4 bytes of slot + gradient each. If
+               there are two replicas, each sends u · w to the other; else u · w / M to each, as owners of a share of
+               the rows, and as owner U · w / M of sums back to each. u is of b · N samples, U of b · T.
     average    the same with w = 4 + row and optimizer state, every k steps: u is of k · b · N samples, U of k · b · T,
                and a step pays 1 / k of it.
     dense      whole shards by a ring all-reduce every k steps: 2 · S · (M − 1) / T bytes a rank, S that of all tables.
@@ -167,7 +167,7 @@ class _Part:
         return cost_under(self.plan, self.demand, training=request.training)
 
     def sync(self, request: Request, sync: Synchronization) -> tuple[Floats, float]:
-        """Of a step: bytes within replicate groups, [T, T], and messages that wait for each other."""
+        """Traffic of a step: bytes within replicate groups, [T, T], and messages that wait for each other."""
         if sync.dense:
             return self.ring(sync.every)
         found = np.zeros((self.grid.world_size, self.grid.world_size))

@@ -41,7 +41,7 @@ class SparseBatch:
             Where they require a gradient they get one (see `PositionWeights`), but for look-ups by a pipeline.
         time: of the latest event among the samples, in seconds, for dynamic tables whose ids live for some; or None.
         scores: int64 `[N]`, by which dynamic tables with `eviction="score"` choose who leaves: in a step an id gets the
-            largest that it has in the global batch. Of other tables, and in evaluation, they are not read; or None.
+            largest that it has in the global batch. Other tables, and evaluation, do not read them; or None.
 
     Example:
         >>> import torch
@@ -301,7 +301,7 @@ class SparseBatch:
 
 
 def _fault(offsets: Tensor, own: Tensor, num_ids: int) -> str:
-    """What is wrong with changed offsets, of which `own` is what was read."""
+    """Says what is wrong with changed offsets; `own` were read before."""
     if offsets.numel() != own.numel():
         return f"there are {offsets.numel()} where there were {own.numel()}"
     if (first := int(own[0])) or int(own[-1]) != num_ids:

@@ -1,4 +1,4 @@
-"""What a look-up takes in place of a SparseBatch: a KeyedJaggedTensor, and batches of some features only."""
+"""Conversion of arguments of a look-up to a SparseBatch: a KeyedJaggedTensor, and batches of some features only."""
 
 from __future__ import annotations
 

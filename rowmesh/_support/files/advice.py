@@ -1,4 +1,4 @@
-"""What a user can do about an error of the system."""
+"""Advice: remedies of a user for an error of the system."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def advice(error: OSError) -> str | None:
-    """What to do; None where nothing is known to help."""
+    """The remedy; None where nothing is known to help."""
     return _ADVICE.get(error.errno or 0)
 
 

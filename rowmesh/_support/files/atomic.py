@@ -54,7 +54,7 @@ def replacing_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
         return
     path = Path(os.path.realpath(path))
-    # Of its own: two writers of one file must not write into each other's. The last one to end wins.
+    # A name of its own: two writers of a file must not write into each other's. The last to end wins.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_numbers)}.partial")
     try:
         with naming(path):

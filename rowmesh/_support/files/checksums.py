@@ -12,12 +12,12 @@ import xxhash
 from rowmesh.errors import DamagedFileError
 
 BLOCK_BYTES = 4 << 20
-"""One checksum a block: 16 hexadecimal digits for 4 MiB, 4 KB of manifest for a GiB."""
+"""The bytes of a block, which has a checksum: 16 hexadecimal digits for 4 MiB, 4 KB of manifest for a GiB."""
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """What a file is to hold: its size, and the XXH3 (64 bits) of each of its blocks.
+    """The contents that a file must have: its size, and the XXH3 (64 bits) of each of its blocks.
 
     These find what disks, memory and interrupted copies do. They are no defence against an attacker that changes a file
     and its checksums.
@@ -52,7 +52,7 @@ class Checksums:
 
 
 class Writable(Protocol):
-    """What bytes are passed on to."""
+    """The receiver of bytes."""
 
     def write(self, data: Any, /) -> int: ...
     def flush(self) -> None: ...
@@ -108,7 +108,7 @@ class ChecksumWriter:
         return self._file.closed
 
     def checksums(self) -> Checksums:
-        """Of all that was written so far."""
+        """The checksums of all that was written so far."""
         rest = (self._open.hexdigest(),) if self._open_bytes else ()
         return Checksums(self.size_bytes, (*self._done, *rest), self._block_bytes)
 

@@ -68,7 +68,7 @@ def direct_file(path: Path, *, passes_cache: bool = True) -> Iterator[DirectFile
 class DirectFile:
     """Collects what is written in chunks, which begin and end where the disk's sectors do.
 
-    A thread writes a chunk while the next is filled. What it raises, the next call does.
+    A thread writes a chunk while the next is filled. Its error is raised by the next call.
 
     Args:
         raw: the file, new, open for writing without a buffer.

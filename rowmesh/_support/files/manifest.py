@@ -49,7 +49,7 @@ class Manifest:
 
     @staticmethod
     def parse(text: bytes, path: Path) -> Manifest:
-        """What the bytes of a `manifest.json` say.
+        """Reads the bytes of a `manifest.json`.
 
         Args:
             text: the bytes.
@@ -118,7 +118,7 @@ def contents(folder: Path) -> list[str]:
 
 
 def why_stale(folder: Path, kind: str, request: Mapping[str, Any]) -> list[str] | None:
-    """What differs between a folder and what is asked for now, one reason each.
+    """Differences between a folder and the present request, one reason each.
 
     Returns:
         An empty list where the folder can be used as it is; None where there is nothing to compare.
@@ -131,7 +131,7 @@ def why_stale(folder: Path, kind: str, request: Mapping[str, Any]) -> list[str] 
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two nested mappings of plain values, one reason each.
+    """Differences between two nested mappings of plain values, one reason each.
 
     >>> differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}, "d": 4})
     ['b.c was 2, is 3', 'd is new: 4']

@@ -6,12 +6,12 @@ from hashlib import blake2b
 from urllib.parse import quote
 
 MOST_BYTES = 240
-"""Of a name without its ending: file systems allow 255 bytes."""
+"""Bytes of a name without its ending: file systems allow 255 bytes."""
 _DIGEST_BYTES = 16
 
 
 def file_stem(name: str, most: int = MOST_BYTES) -> str:
-    """What a file of a table is called, without its ending: ASCII, so many bytes at most.
+    """The name of a table's file, without its ending: ASCII, so many bytes at most.
 
     >>> file_stem("C1"), file_stem("a/b"), len(file_stem("a" * 1000))
     ('C1', 'a%2Fb', 240)

@@ -1,4 +1,4 @@
-"""What a command asks of the file that it is to write, before it computes anything."""
+"""Output: the questions that a command asks about the file it is to write, before it computes anything."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class VerifiedFile:
     """Maps a file through a descriptor, so that it may be renamed or removed meanwhile.
 
     A block of the checksums is verified when a byte of it is first read. Each read checks first whether the file
-    is still as long as it was, and whether it was written to since. One that was is verified again where it is read;
-    without checksums it is refused. What remains: a file that is cut short between that question and the use of the
+    is still as long as it was, and whether it was written to since. If it was, it is verified again where it is read;
+    without checksums it is refused. This remains: a file that is cut short between that question and the use of the
     bytes, or a disk that fails then, ends the process by SIGBUS. (Reading into buffers instead takes 1.5 times the
     time of a whole window, every time.) Safe from several threads.
 

@@ -18,7 +18,7 @@ _DECAY = 0.3  # per unit of what a function of time decays by, to begin with
 
 @dataclass(frozen=True, kw_only=True)
 class BlockForm:
-    """What a kind of block is made of.
+    """The parts of a kind of block.
 
     Attributes:
         norm: before each sublayer, and of gated attention.

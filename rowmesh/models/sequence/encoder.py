@@ -178,7 +178,7 @@ class SequenceEncoder(nn.Module):
 
 
 def _places(offsets: Tensor, num_events: int) -> Tensor:
-    """Of each event, how many of its user come before it."""
+    """For each event, how many events of its user come before it."""
     index = torch.arange(num_events, device=offsets.device)
     return index - offsets[:-1].repeat_interleave(offsets.diff(), output_size=num_events)
 

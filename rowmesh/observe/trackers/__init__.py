@@ -8,8 +8,8 @@ A tracker is made by a callable that takes a `TrackedRun`; a class will do:
         def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None: print(kind, step, numbers)
         def close(self) -> None: ...
 
-`run.trackers=["my_module:Printed"]` uses it, where `my_module` can be imported. Trackers live on rank 0. One that fails
-ends no run: that is said once, and the run goes on without it.
+`run.trackers=["my_module:Printed"]` uses it, where `my_module` can be imported. Trackers live on rank 0. A tracker that
+fails ends no run: that is said once, and the run goes on without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUILT_IN = ("tensorboard", "wandb", "mlflow")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker may know of a run.
+    """The facts of a run for its trackers.
 
     Attributes:
         folder: where the run writes.

@@ -1,6 +1,6 @@
 """Average of rows on a GPU: mark what is touched, collect it in order, pack rows, average, put means into place.
 
-What a group touched between two synchronizations is appended, step by step, to one list whose length stays on the
+Rows that a group touches between two synchronizations are appended, step by step, to a list whose length stays on the
 device. Flags and their running sum place every slot, so that the list has the order of the slots that came, as on a
 CPU, whatever the order of programs. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 """

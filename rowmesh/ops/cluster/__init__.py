@@ -25,7 +25,7 @@ from rowmesh.ops.cluster import cpu
 
 MAX_MICRO_BATCHES = 64
 SHARE = 1 << 20
-"""What a row weighs that one sample alone has. Weights are whole numbers: their sum does not depend on its order."""
+"""The weight of a row that a single sample has. Weights are whole numbers: their sum does not depend on its order."""
 
 __all__ = ["MAX_MICRO_BATCHES", "SHARE", "cluster"]
 

@@ -66,7 +66,7 @@ def weigh(starts, keys, shares, weights):
 
 @inlined
 def _add(counts, mask):
-    """One more for every micro-batch in the mask; counters stop at 255."""
+    """Counts every micro-batch in the mask up by one; counters stop at 255."""
     a, b, c, d, e, f, g, h = counts
     to_b = a & mask
     to_c = b & to_b
@@ -90,7 +90,7 @@ def _add(counts, mask):
 
 @inlined
 def _most(counts, among):
-    """Those of the micro-batches in `among` whose counters are highest."""
+    """The micro-batches in `among` whose counters are highest."""
     a, b, c, d, e, f, g, h = counts
     among = _keep(_keep(_keep(_keep(among, h), g), f), e)
     return _keep(_keep(_keep(_keep(among, d), c), b), a)
@@ -98,14 +98,14 @@ def _most(counts, among):
 
 @inlined
 def _keep(among, word):
-    """Those that are in the word, where any is."""
+    """The micro-batches that are in the word, where any is."""
     found = among & word
     return found if found != _NOTHING else among
 
 
 @inlined
 def _emptiest(among, loads, sizes):
-    """Of the micro-batches in `among` the one that has the smallest part of its size; of equal ones the first."""
+    """The micro-batch in `among` that has the smallest part of its size; the first of equal ones."""
     best = np.int64(_lowest(among))
     among &= among - _ONE
     while among != _NOTHING:

@@ -17,7 +17,7 @@ _ONE_PART = np.zeros(1, np.int64)
 
 
 class Distinct(NamedTuple):
-    """What was found.
+    """The distinct ids that were found.
 
     Attributes:
         ids: int64 `[U]`, distinct; by part.
@@ -53,7 +53,7 @@ class DistinctIds:
         self._heads = np.full(1, -1, np.int32)
 
     def __call__(self, ids: np.ndarray, weights: np.ndarray | None = None) -> Distinct:
-        """Those of int64 ids `[N]`, contiguous or not; `weights` int64 `[N]` are added up in place of ones."""
+        """The distinct ids among int64 ids `[N]`, contiguous or not; `weights` int64 `[N]` replace ones in sums."""
         number = len(ids)
         size = 1 << max(4, (2 * number - 1).bit_length())
         if len(self._heads) < size:

@@ -60,7 +60,7 @@ class Index:
 
     @property
     def num_bytes(self) -> int:
-        """Of digests, slots and overflow, without records."""
+        """Memory of digests, slots and overflow, without records."""
         return cpu.GROUP_BYTES * int(self.headers[:, cpu.GROUPS].sum())
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

@@ -28,7 +28,7 @@ from rowmesh.ops.dynamic_index.cpu import COUNT, SCORE, SEEN
 from rowmesh.ops.dynamic_index.victims import BOTH, FREQUENCY, RECENCY
 from rowmesh.ops.gpu import Signature, ceil_div, check, launch
 
-# Of a row of `described`, int64 each.
+# Columns of a row of `described`, int64 each.
 SEED, NUM_SHARDS, FIRST_SHARD, NUM_HERE, FIRST_SPAN, FIRST_RECORD, KIND, DECAY_STEPS, TABLE_COLUMNS = range(9)
 RECORD_COLUMNS = 4
 _BLOCK = 256
@@ -250,7 +250,7 @@ def _merge(
     first_entering, last_entering = tl.load(entering_ends + program), tl.load(entering_ends + program + 1)
     place = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     zeros = tl.zeros_like(place)
-    # Those that are there, without those that leave.
+    # Ids that are there, without ids that leave.
     is_old = place < used
     id = tl.load(ids + begin + place, mask=is_old, other=0)
     slot = tl.load(slots + begin + place, mask=is_old, other=0)
@@ -262,7 +262,7 @@ def _merge(
     stays = is_old & (leaves == 0)
     tl.store(new_ids + to, id, mask=stays)
     tl.store(new_slots + to, slot, mask=stays)
-    # Those that enter.
+    # Ids that enter.
     is_new = place < last_entering - first_entering
     id = tl.load(entering + first_entering + place, mask=is_new, other=0)
     slot = tl.load(entering_slots + first_entering + place, mask=is_new, other=0)

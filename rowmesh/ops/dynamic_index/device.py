@@ -248,7 +248,7 @@ class DeviceIndex:
     # A step whose ids were looked up on the device
 
     def seen(self, found: LookedUp) -> SeenIds:
-        """What the host must know of a step to decide it; waits."""
+        """The numbers of a step that the host needs to decide it; waits."""
         part = found.part(self._number)
 
         def read() -> SeenIds:
@@ -281,7 +281,7 @@ class DeviceIndex:
         order = np.argsort(ids)
         return ids[order], counts[order].astype(np.int64), order
 
-    # Who leaves and who enters
+    # Ids that leave and ids that enter
 
     def evict(self, missing: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See `ScoredIndex.evict`."""
@@ -389,7 +389,7 @@ class DeviceIndex:
         spans = self.indexes.upload(np.stack([self._used_begins, self.used], axis=1))
         self._run(lambda: self._spans.copy_(spans))
 
-    # What is known
+    # Known ids
 
     def _slots_at(self, places: np.ndarray) -> np.ndarray:
         at = self.indexes.upload(places)

@@ -1,10 +1,10 @@
 """Scores of records, and the records of the smallest (score, id), found exactly.
 
 A key is (score, last step where it breaks ties, else 0, id). A selection finds the smallest keys of a shard and keeps
-their slots in ascending order, its run, and the largest of them, its limit. Who gets a key within the limit later is
-appended to the shard's later keys, with that key; they are sorted when ids are to leave. An entry of the run holds
-while its record was not seen since the selection; a later key holds while its record has it. So the smaller of the
-first that hold is the smallest key of the shard. Where both are used up, where later keys have no room, and where
+their slots in ascending order, its run, and the largest of them, its limit. A record that gets a key within the limit
+later is appended to the shard's later keys, with that key; they are sorted when ids are to leave. An entry of the run
+holds while its record was not seen since the selection; a later key holds while its record has it. So the smaller of
+the first that hold is the smallest key of the shard. Where both are used up, where later keys have no room, and where
 frequencies halve (which makes ties of what were none), the next victim is found by a new selection.
 """
 
@@ -51,7 +51,7 @@ _GOLDEN_RATIO = 0.6180339887498949
 
 
 class Selection:
-    """What shards know of their smallest keys, and scratch memory for a selection in the largest shard.
+    """The smallest keys of shards, as far as they are known, and scratch memory for a selection in the largest shard.
 
     Args:
         num_shards: of one rank.
@@ -71,7 +71,7 @@ class Selection:
 
     @property
     def num_bytes(self) -> int:
-        """Of what grows with the shards, without scratch memory."""
+        """Memory that grows with the shards, without scratch memory."""
         return self.later.nbytes + self._runs.nbytes
 
 
@@ -425,7 +425,7 @@ def evict(
 def begin(headers, records, records_address, later, kind, decay_steps, step, capacities, arguments):
     """Selects in some shards that will be full soon, each at another fill, so that not all select when they are full.
 
-    What comes within the limit until then must fit among the later keys; by recency nothing does, so there it begins
+    Keys that come within the limit until then must fit among the later keys; by recency none does, so there it begins
     earlier. `arguments` are those of a `Selection`.
     """
     runs, frames, rows, scratch, ends, stack, _ = arguments

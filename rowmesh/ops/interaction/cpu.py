@@ -91,7 +91,7 @@ def _in_parts(part: Callable[[int, int], None], samples: int) -> None:
 
 @functools.cache
 def _threads(pid: int, count: int) -> ThreadPoolExecutor:
-    """Of this process: a fork has none of those of its parent."""
+    """The threads of this process: a fork has none of its parent's."""
     return ThreadPoolExecutor(count, "rowmesh-interaction")
 
 
@@ -202,7 +202,7 @@ def kernels(features: int, dim: int, storage: int) -> SimpleNamespace:
                 s2, s3 = pairs + i2 * (i2 - 1) // 2 * ITEM, pairs + i3 * (i3 - 1) // 2 * ITEM
                 c = 0
                 while c < DP:
-                    # Of an odd number of vectors the last is computed beside the one before it, once more.
+                    # Where the number of vectors is odd, the last two are computed together, the second last once more.
                     c = max(min(c, DP - 2 * LANES), 0)
                     v = scratch + c * ITEM
                     a0 = zero_row(LANES, STORAGE)

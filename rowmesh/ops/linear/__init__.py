@@ -108,7 +108,7 @@ def chosen(shape: Shape, x: Tensor, weight: Tensor) -> Passes:
         weight: `[≤ N, K]`, such as a part of many rows.
 
     Returns:
-        What to pass to `linear` and `gradients`: no oneDNN outside of `using`, and for tensors that it cannot
+        The choice for `linear` and `gradients`: no oneDNN outside of `using`, and for tensors that it cannot
         take.
     """
     return _CHOICES.get().passes.get(shape, NONE) if _can_take(x, weight, None) else NONE

@@ -122,7 +122,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Of x, weight and bias, those that are asked for; by torch's own where they are differentiated in turn."""
+        """Gradients of x, weight and bias, if asked for; by torch's own where they are differentiated in turn."""
         grad = grads[0]
         x, weight, y = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad

@@ -1,6 +1,6 @@
 """Measures which linear layers oneDNN computes faster than torch's own; kept on disk, for each kind of machine.
 
-A layer's times depend on its shape and on the samples. What is chosen must not depend on the number of ranks, though,
+A layer's times depend on its shape and on the samples. The choice must not depend on the number of ranks, though,
 or the same model would get other bits on two ranks than on four: callers give the samples of the global batch, and no
 more than MOST_SAMPLES are measured, from where on the ratio stays.
 """
@@ -42,7 +42,7 @@ Times = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, or read from disk.
+    """Times that were measured, or read from disk.
 
     Attributes:
         times: of each shape.
@@ -80,8 +80,8 @@ class Measured:
 def measure(shapes: Sequence[Shape], samples: int, budget_s: float = BUDGET_S, *, varies: bool = False) -> Measured:
     """Times of linear layers on this machine, with as many threads as torch has now.
 
-    What is known from an earlier call, by whichever process, is read; the rest is measured and written, where a folder
-    can be. Files that are damaged are measured again.
+    Times of earlier calls, by whichever process, are read; the others are measured, and written where a folder can be.
+    Files that are damaged are measured again.
 
     Args:
         shapes: `[N, K]` of the layers.

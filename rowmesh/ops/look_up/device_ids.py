@@ -113,11 +113,11 @@ class DeviceIds:
         return upload(tensor, self._device)
 
     def mark(self) -> Mark:
-        """What was asked of the current stream so far."""
+        """A mark behind the work of the current stream so far."""
         return Stream.current(self._device).mark()
 
     def wait_for(self, mark: Mark) -> None:
-        """What is asked of the current stream from now on begins when a mark has passed; the host goes on."""
+        """Later work of the current stream begins when a mark has passed; the host goes on."""
         if not mark.has_passed:
             Stream.current(self._device).wait_for([mark])
 

@@ -30,7 +30,7 @@ def slots_offset(world_size: int, num_segments: int) -> int:
 
 
 class SendBuffer:
-    """What a rank lays out for the owners of rows: lists of slots, and the gradients of those slots.
+    """The memory that a rank lays out for the owners of rows: lists of slots, and the gradients of these slots.
 
     Lists: segment offsets int64 `[W, S + 1]`, accesses int64 `[W, S]`, slots uint32 `[U]` sorted by (owner, segment).
     Gradients: `[U, D]` in the same order. Each part grows by being made anew, which changes its generation.
@@ -374,7 +374,7 @@ class HostLookUps:
         self.has_remote = False
 
     def make(self) -> HostLookUp:
-        """One more for a route, which gives it back when it is gone."""
+        """A new look-up for a route, which gives it back when it is gone."""
         made = HostLookUp(self, SendBuffer(self._allocate, self.world_size, self.num_segments))
         self._made.append(made)
         return made

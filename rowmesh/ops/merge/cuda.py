@@ -1,7 +1,7 @@
 """Merge of equal slots on a GPU: entries are sorted by slot, stably, so that those of one slot stand together.
 
-They stand in entry order: that of the ranks that sent them, or of the ids. What follows sums them, and changes rows
-(`rowmesh.ops.merge_update`). Distinct slots are in ascending order, not in that of their first appearance as on a CPU:
+They stand in entry order: that of the ranks that sent them, or of the ids. `rowmesh.ops.merge_update` then sums them
+and changes rows. Distinct slots are in ascending order, not in that of their first appearance as on a CPU:
 no result depends on it. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 """
 

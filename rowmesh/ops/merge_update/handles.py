@@ -1,6 +1,6 @@
 """Handles of merged requests: distinct slots and the gradients for each, as a backend's kernels read them.
 
-What fills one belongs to its backend. Everything else hands it on, and reads how many slots it has at most.
+Its backend fills a handle. Everything else hands it on, and reads how many slots it has at most.
 """
 
 from __future__ import annotations

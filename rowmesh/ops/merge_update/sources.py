@@ -31,13 +31,13 @@ class Sources:
         self.accesses = np.zeros(num_segments, np.int64)
 
     def add(self, slots: int, offsets: np.ndarray, gradients: int, accesses: np.ndarray) -> None:
-        """One rank's requests: `offsets` int64 `[S′ + 1]` into lists that begin at the two addresses."""
+        """Adds the requests of a rank: `offsets` int64 `[S′ + 1]` into lists that begin at the two addresses."""
         self._lists.append((slots, offsets.ctypes.data, gradients))
         self.num_entries += int(offsets[-1]) - int(offsets[0])
         self.accesses += accesses
 
     def add_copied(self, slots: int, offsets: np.ndarray, gradients: int, first: int, rank: int) -> None:
-        """What one rank asks of other owners about rows that have a copy here.
+        """Adds requests of a rank to other owners for rows that have a copy here.
 
         Args:
             slots, gradients: addresses of the lists.
@@ -54,7 +54,7 @@ class Sources:
         self.num_entries += int(sizes.sum())
 
     def end_node(self) -> None:
-        """What is added next comes from the next node."""
+        """Ends a node: later requests come from the next one."""
         self._node_ends.append(self.num_entries)
 
     def merge(self) -> None:

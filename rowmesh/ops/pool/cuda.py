@@ -139,7 +139,7 @@ def _pool(
                     DTYPE,
                     MEAN,
                 )
-    # What the compiler cannot see, and what lets it write 16 bytes at a time.
+    # The compiler cannot see this, and needs it to write 16 bytes at a time.
     cell = tl.multiple_of(tl.load(feature + 5) + bag * tl.load(feature + 6), ALIGNMENT)
     tl.store(out + cell[:, None] + columns[None, :], total, mask=is_bag[:, None] & is_column[None, :])
 

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """One group's features in one batch.
+    """The features of one group in a batch.
 
     Attributes:
         features: int64 `[F, 8]`, the descriptors that the pool kernels read (`rowmesh.ops.pool.cpu`).

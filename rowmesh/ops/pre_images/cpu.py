@@ -55,7 +55,7 @@ def claim(is_free: npt.NDArray[np.uint8], places: Slots, slots: Slots, at: Slots
         first: the number of the first.
 
     Returns:
-        What stands beside the slots that were free, in their order, each once.
+        The values beside the slots that were free, in their order, each once.
 
     Example:
         >>> is_free, places = np.array([1, 0, 1], np.uint8), np.zeros(3, np.uint32)
@@ -209,7 +209,7 @@ def _settle(is_free, places, first, slots, count, found):
 
 @kernel
 def _copy_all(jobs, count):
-    """Of each job its address to write to, that to read from, and how many bytes."""
+    """Copies for each job, which has the address to write to, the address to read from, and a number of bytes."""
     for job in range(jobs, jobs + 24 * count, 24):
         to, source, num_bytes = load_i64(job), load_i64(job + 8), load_i64(job + 16)
         streamed = 0 if to % 64 else num_bytes // 64 * 64

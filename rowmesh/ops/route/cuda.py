@@ -97,7 +97,7 @@ class Routed:
         keys: int32 `[U]`, the bits of uint32, sorted by (destination, segment).
         uniques: int32 `[U]`: `keys[p]` asks for unique id `uniques[p]`.
 
-    What stands in them past the number of unique ids is not valid.
+    Entries past the number of unique ids are not valid.
     """
 
     sizes: Tensor
@@ -154,7 +154,7 @@ def _locate(ids, owners, slots, ranges, index, table, num_ids, num_ranges, num_t
 
 @triton.jit
 def _range_of(unique, offsets, u, ranges, index, num_tables, table_steps, range_steps):
-    """Of ids: whether they are some, their rows and tables, and the numbers of the ranges that these are in."""
+    """Whether ids are valid, their rows and tables, and the numbers of the ranges that these rows are in."""
     is_id = u < tl.load(offsets + num_tables)
     row = tl.load(unique + u, mask=is_id, other=0)
     table = _last_not_above(offsets, tl.zeros_like(u), tl.zeros_like(u) + num_tables - 1, u, table_steps)
@@ -360,7 +360,7 @@ def route(device_map: DeviceMap, unique: Tensor, offsets: Tensor, counts: Tensor
 
 
 def _steps(count: int) -> int:
-    """Of a bisection among so many."""
+    """Steps of a bisection among so many."""
     return (count - 1).bit_length()
 
 

@@ -104,7 +104,7 @@ class Scratch:
 
 
 def _sizes(num_ids: int) -> list[int]:
-    """Of the parts of a scratch, multiples of 16 bytes: Triton compiles a kernel once for each way of being aligned."""
+    """Sizes of the parts of a scratch, multiples of 16 bytes: Triton compiles a kernel for each alignment of them."""
     return [ceil_div(size, 4) * 4 for size in (2 * num_ids, num_ids, num_ids + 1, MOST_PROGRAMS)]
 
 
@@ -136,7 +136,7 @@ def _insert(ids, offsets, cells, places, num_ids, num_segments, STEPS: tl.conste
     # Said to be less contiguous than it is: without wide loads a thread holds ids a warp apart, as atomics want them,
     # and nothing is passed between threads in the loop. Threads of a warp still read neighbours.
     position = tl.max_contiguous(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), 1)
-    # What is past the last segment has no cells of its own: it would look for one for ever.
+    # A program past the last segment has no cells: it would look for a free one for ever.
     is_id = (position < num_ids) & (position < tl.load(offsets + num_segments))
     key = tl.load(ids + position, mask=is_id, other=0)
     segment = _segment_of(offsets, position, num_segments, STEPS)

@@ -162,7 +162,7 @@ class _Packed(torch.autograd.Function):
 def _arguments(
     tensors: tuple[Tensor | None, ...], offsets: Tensor, activation: Activation, divisor: float | None, bias: Bias
 ) -> tuple[Any, ...]:
-    """What the GPU's functions take: contiguous, and nothing that has a gradient."""
+    """The arguments of the GPU's functions: contiguous, without gradients of their own."""
     floats = [None if each is None else each.detach().contiguous() for each in tensors]
     times, asked = (None if each is None else each.contiguous() for each in (bias.times, bias.query_times))
     bias = replace(bias, positions=floats[3], time=floats[4], times=times, query_times=asked)

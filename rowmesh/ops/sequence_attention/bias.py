@@ -1,4 +1,4 @@
-"""What a pair of events adds to attention besides their vectors: how far apart they stand, and how long."""
+"""Bias: the part of attention that comes from the distance of two events, in places and in time."""
 
 from __future__ import annotations
 

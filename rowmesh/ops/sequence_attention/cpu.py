@@ -91,7 +91,7 @@ def add_gradients(grad, first_row, of_positions, of_time, starts, times, asked):
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of `attend` is about.
+    """The arguments of a call of `attend`.
 
     Attributes:
         values: `[P, H, D]`, padded as the layout has it; so are queries and keys `[P, H, K]`, or None.
@@ -122,7 +122,7 @@ class Call:
         return part.transpose(1, 2).reshape(-1, chunk.length, tensor.shape[2])
 
     def factor(self, chunk: Chunk) -> Tensor | float:
-        """What silu is multiplied by, for `[S, …]` of four dimensions."""
+        """The factors of silu, for `[S, …]` of four dimensions."""
         if self.activation == "softmax":
             return 1.0
         if self.divisor is not None:
@@ -160,7 +160,7 @@ def forward(call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of what came in; None where that is None. Those of tables are float64."""
+    """Gradients of the arguments; None where an argument is None. Gradients of tables are float64."""
 
     values: Tensor
     queries: Tensor | None
@@ -313,7 +313,7 @@ class _Decay:
         return (self._exponents * -b).exp_().mul_(a)
 
     def gradient(self, time: Tensor, grad: Tensor) -> Tensor:
-        """Of a and b, in float64."""
+        """The gradient of a and b, in float64."""
         a, b = time.tolist()
         products = (self._exponents * -b).exp_().mul_(grad)
         of_a = products.sum(dtype=torch.float64)

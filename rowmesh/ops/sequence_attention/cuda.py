@@ -9,9 +9,9 @@ and time, and once by columns, for those of keys and values.
 
 Gradients of tables are sums over all pairs of events. Each program of the pass by rows has a line of its own, of as
 many numbers as the table has; lines are added up at the end, in their order. Along a diagonal of a tile all pairs are
-equally far apart: a tile is turned so that its diagonals are columns. What is below the diagonal through a tile's
-corner belongs to the distances of that tile, what is above it to those of the tile before. Buckets of time are few
-within a tile, and are summed one by one.
+equally far apart: a tile is turned so that its diagonals are columns. Pairs below the diagonal through a
+tile's corner belong to the distances of that tile, pairs above it to the distances of the tile before. Buckets of time
+are few within a tile, and are summed one by one.
 
 Products of float32 are made on the tensor cores, each in three passes of TF32, which come as near as sums in float32
 (`rowmesh/ops/interaction/cuda.py`). See [Note: GPU kernels] in `rowmesh.ops.gpu`.
@@ -58,7 +58,7 @@ from rowmesh.ops.sequence_attention.tiles import (
 __all__ = ["MOST_COLUMNS", "SIGNATURES", "backward", "forward"]
 DTYPES = (torch.float32, torch.float64)
 MOST_COLUMNS = 256
-"""Of a head's values, queries and keys: a program holds whole lines."""
+"""Columns of a head's values, queries and keys: a program holds whole lines."""
 _FORMS = {"buckets": 1, "power": 2, "exponential": 3}
 _TILE, _STEP = 16, 16  # of what a product adds up at once, too: its operands are in registers
 _MOST_LINES = 512  # of sums of tables' gradients, over all heads
@@ -96,7 +96,7 @@ def _forward(
     KEYS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Programs: tiles × heads. Of a softmax, `sums` receives each row's maximum and sum."""
+    """Programs: tiles × heads. For a softmax, `sums` receives each row's maximum and sum."""
     dtype: tl.constexpr = values.dtype.element_ty
     precision: tl.constexpr = "ieee" if dtype == tl.float64 else "tf32x3"
     begin, length, end, first = tile_of(offsets, ends, sequences, tl.program_id(0), num_sequences, TILE)
@@ -359,7 +359,7 @@ def _backward_columns(
 
 @dataclass(frozen=True)
 class _Call:
-    """What the three kernels have in common.
+    """The arguments that the three kernels have in common.
 
     Attributes:
         num_tiles: at most so many.
@@ -422,8 +422,8 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of values, queries, keys, positions and time; None where there is no such argument.
 
-    Args are those of `forward`, what it returned, and the contiguous gradient of its output. Those of positions and
-    time are float64.
+    Arguments are those of `forward`, its result, and the contiguous gradient of its output. Gradients of positions
+    and time are float64.
     """
     call = _prepare(values, offsets, queries, keys, activation, divisor, bias)
     check("grad", grad, (values.dtype,), 4, values.device)

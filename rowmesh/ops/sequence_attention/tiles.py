@@ -1,4 +1,4 @@
-"""What the kernels of packed attention have in common: where a tile is, its biases, scores and their gradients."""
+"""Tiles: common parts of the kernels of packed attention: where a tile is, its biases, scores and their gradients."""
 
 # Triton's language is not typed in a way that a checker could follow.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportInvalidTypeForm=false
@@ -141,7 +141,7 @@ def scores_of(
 
 @triton.jit
 def factor_of(length, dtype: tl.constexpr, DIVISOR: tl.constexpr):
-    """What silu is multiplied by."""
+    """The factors of silu."""
     one = tl.full((), 1, dtype)
     return quotient_of(one, length.to(dtype)) if DIVISOR is None else quotient_of(one, tl.full((), DIVISOR, dtype))
 

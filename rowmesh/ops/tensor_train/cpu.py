@@ -1,6 +1,6 @@
 """Look-up and training of tensor-train rows on a CPU.
 
-Ids are sorted by (i₂, i₁) (`rowmesh.ops.prefixes.cpu`). Those of equal (i₁, i₂) then stand together, a *prefix*, and
+Ids are sorted by (i₂, i₁) (`rowmesh.ops.prefixes.cpu`). Ids of equal (i₁, i₂) then stand together, a *prefix*, and
 prefixes of equal i₂ too, a *group*: the product of a prefix is made once, all products of a group while their slice of
 G₂ is in the cache, and the gradient of that slice is one matrix product over the whole group, which the update can
 follow at once.
@@ -32,7 +32,7 @@ _NO_UPDATE = (None, (0,) * 6, (0.0,) * 6)  # rule, addresses of states, numbers
 
 @dataclass(frozen=True)
 class Constants:
-    """What kernels are compiled for.
+    """The constants that kernels are compiled for.
 
     Attributes:
         dim_factors: q₁, q₂, q₃.

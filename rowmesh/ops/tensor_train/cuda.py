@@ -1,6 +1,6 @@
 """Look-up and training of tensor-train rows on a GPU.
 
-Ids are sorted by (i₂, i₁, i₃). Those of equal (i₁, i₂) then stand together, a *prefix*, and prefixes of equal i₂ too, a
+Ids are sorted by (i₂, i₁, i₃). Ids of equal (i₁, i₂) then stand together, a *prefix*, and prefixes of equal i₂ too, a
 *group*. The product of a prefix is made once, and prefixes of a group are multiplied by their slice of G₂ together: one
 matrix product a tile of prefixes, in which that slice is read once. A last core's slices differ from id to id, so that
 the products with them have no matrix to share and are summed directly; they are limited by memory.
@@ -13,7 +13,7 @@ replays are equal to the bit.
 [Note: precision of products]
 Matrix products of float32 follow `torch.get_float32_matmul_precision()`, as torch's own do: "highest" computes in
 float32 outside of the tensor cores, "high" in three passes of TF32, which come within some 1e-6, "medium" in one, which
-has 1e-3. What is not a matrix product is float32 always; float64 is float64.
+has 1e-3. Everything else is float32 always; float64 is float64.
 
 See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 """
@@ -185,7 +185,7 @@ def _first_parts(
     SEARCHED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What each prefix adds to the gradient of its slice of G₁: the gradient of its product times G₂'s, transposed."""
+    """Adds each prefix to the gradient of its slice of G₁: the gradient of its product times G₂'s, transposed."""
     group, begin, end = tile_of(group_starts, num_groups, tl.program_id(0), PREFIXES, SEARCHED)
     if begin < end:
         line = tl.arange(0, LINES)
@@ -224,7 +224,7 @@ def _last_parts(
     SEARCHED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What up to IDS ids add to the gradient of a slice of G₃: their rows' gradients, transposed, times products."""
+    """Adds up to IDS ids to the gradient of a slice of G₃: their rows' gradients, transposed, times products."""
     tile = tl.program_id(0)
     _, begin, end = tile_of(last_starts, num_slices, tile, IDS, SEARCHED)
     if begin < end:
@@ -506,7 +506,7 @@ def update(
 
 
 class _Backward:
-    """What the gradients of cores are made of; nothing is changed yet."""
+    """The parts that gradients of cores are made of; nothing is changed yet."""
 
     def __init__(
         self,
@@ -645,7 +645,7 @@ _NUMBERS = " fp64" * 8
 
 
 def _signatures(shape: Shape, storage: str = "fp32", rule: str = "sgd") -> tuple[Signature, ...]:
-    """Of the kernels that are compiled for a shape."""
+    """The signatures of the kernels that are compiled for a shape."""
     f, searched = f"*{storage}", {"SEARCHED": _SEARCHED, "PRECISION": shape.precision}
     last = {"Q12": shape.q12, "Q3": shape.q3, "R2": shape.r2}
     step = min(LINES, next_power_of_2(shape.r2))

@@ -47,17 +47,17 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of a slice of G₂ as a matrix of R₁ lines."""
+        """Columns of a slice of G₂ as a matrix of R₁ lines."""
         return self.q2 * self.r2
 
     @property
     def prefixes(self) -> int:
-        """Of a tile, each of q₁ lines."""
+        """Prefixes of a tile, each of q₁ lines."""
         return max(LINES // self.q1, 1)
 
     @property
     def ids(self) -> int:
-        """Over which a program sums a gradient of the last core."""
+        """Ids over which a program sums a gradient of the last core."""
         return max(_CHUNK_LINES // self.q12, 1)
 
     @property
@@ -66,14 +66,14 @@ class Shape:
         return max(n for n in range(1, _MOST_TERMS + 1) if self.q3 % n == 0)
 
     def tile(self, num_columns: int) -> dict[str, int]:
-        """What matrix products over prefixes are compiled for."""
+        """The constants that matrix products over prefixes are compiled for."""
         lines = max(next_power_of_2(self.prefixes * self.q1), 16)
         of_cores = {"Q1": self.q1, "R1": self.r1, "WIDTH": self.width}
         return {**of_cores, "PREFIXES": self.prefixes, "LINES": lines, "COLUMNS": self.columns(num_columns)}
 
     @staticmethod
     def columns(num_columns: int) -> int:
-        """Of a tile; matrix products take no fewer than 16."""
+        """Columns of a tile; matrix products take no fewer than 16."""
         return min(max(next_power_of_2(num_columns), 16), LINES)
 
     @staticmethod

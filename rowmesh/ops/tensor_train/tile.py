@@ -53,7 +53,7 @@ def tile_of(num_rows: int, num_columns: int, storage: int) -> tuple[int, int]:
 
 
 class _Emitter:
-    """What both products are written with: a builder, an element type and 64-bit addresses."""
+    """The means with which both products are written: a builder, an element type and 64-bit addresses."""
 
     def __init__(self, builder: Any, storage: int) -> None:
         self.b = builder

@@ -1,6 +1,6 @@
 """Window: which rows of a batch travel with which of its micro-batches, and moving them.
 
-What a window has of one group is a `HostWindow` or a `DeviceWindow`, with methods of the same names.
+The part of a window that belongs to one group is a `HostWindow` or a `DeviceWindow`, with methods of the same names.
 """
 
 from rowmesh.ops.window.cpu import FINAL, FORMS, MAX_PARTS, place_own

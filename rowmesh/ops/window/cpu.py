@@ -2,7 +2,7 @@
 
 The rows of a batch are numbered twice: as the requests of the rank that looks them up (in its send buffer: by owner
 and segment), and as entries at their owner, rank after rank. Each has a mask of the phases in which it travels, uint32:
-bit FINAL for what travels before the window opens, and bit k + 1 for micro-batch k. What travels in one phase lies
+bit FINAL for rows that travel before the window opens, and bit k + 1 for micro-batch k. The entries of a phase lie
 packed, in the order of the entries: `sort_phases` finds that order once, when the window opens.
 """
 
@@ -184,9 +184,9 @@ def unpack_bits(packed, begin, end, masks):
 
 @kernel
 def place(order, count, numbers, base, row_bytes, addresses):
-    """Says where what travels is, packed from `base` on: in `addresses[numbers[e]]` for entry e; 0: `addresses[e]`.
+    """Writes where entries that travel are, packed from `base`: in `addresses[numbers[e]]` for entry e; 0: `addresses[e]`.
 
-    Of what travels in several phases, where it is first.
+    An entry that travels in several phases gets the first place.
     """
     for i in range(count - 1, -1, -1):
         e = load_u32(order + 4 * i)

@@ -1,6 +1,6 @@
 """Which rows of one batch another one touches as well, on a GPU: what look-ahead buffers have to bring up to date.
 
-A batch that was fetched ahead holds rows as they were. Those that the batch before it then changes are found by
+A batch that was fetched ahead holds rows as they were. Rows that the batch before it then changes are found by
 `intersect` on the slots that both were merged to, and copied between the buffers by `rowmesh.ops.gather.cuda.gather`,
 which leaves a row alone where its position is negative. See [Note: GPU kernels] in `rowmesh.ops.gpu`.
 

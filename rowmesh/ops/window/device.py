@@ -49,7 +49,7 @@ class DeviceMicroBatch:
 
 
 class DeviceWindow:
-    """What one window has of one group.
+    """The part of a window that belongs to one group.
 
     Attributes:
         num_unique: U, or as many as there could be until the host knows it.
@@ -171,7 +171,7 @@ class DeviceWindow:
         gradients, order = self.gradients(), look_up.order
         look_up.gradients = gradients if order is None else gradients.index_select(0, order)
 
-    # What travels, by micro-batch
+    # Messages, by micro-batch
 
     def open(self, uniques: Tensor, sent: list[int], asked: list[int], arena: Tensor, dtype: torch.dtype) -> None:
         """Takes what is asked for and of each rank.
@@ -288,7 +288,7 @@ class DeviceWindow:
         return self._gather(self.gradients(), self._keys[self.gradients_out.part(phase)])
 
     def copied_gradients(self) -> Tensor:
-        """Those of copied rows."""
+        """The gradients of copied rows."""
         return self._gather(self.gradients(), self.copied)
 
     def gradients_into(self, phase: int) -> Tensor:

@@ -94,7 +94,7 @@ class HostWindow:
         order = batch.uniques, batch.send.lists.address, num_segments, world_size, self._uses.buffer.address, part + 1
         self._kernels.backward(grad.data_ptr(), pointers, cells, weights, *order, *kept, batch.send.gradients.address)
 
-    # What travels, by micro-batch
+    # Messages, by micro-batch
 
     def open(self, sent: np.ndarray, asked: np.ndarray) -> None:
         """Takes where the requests for and of each rank begin; int64 `[W + 1]`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Order:
-    """What stands in which message. Both ends of a message sort alike: both know the micro-batches that use every row.
+    """The contents of each message. Both ends of a message sort alike: both know the micro-batches that use every row.
 
     Args:
         entries: which request travels at each place, an integer each; None where they travel in their own order.

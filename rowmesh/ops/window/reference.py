@@ -1,4 +1,4 @@
-"""What the window kernels decide and find, in plain Python."""
+"""Decisions and results of the window kernels, in plain Python."""
 
 from __future__ import annotations
 

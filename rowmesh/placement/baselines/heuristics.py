@@ -1,4 +1,4 @@
-"""What others do, to compare with: table by table, shard by shard, or for memory or accesses alone.
+"""Heuristics of others, to compare with: table by table, shard by shard, or for memory or accesses alone.
 
 `memory_greedy`, `access_greedy`, `table_wise` and `row_wise` know nothing of a limit: `Problem.fits` says whether their
 plan keeps it. None makes copies, but `torchrec_like` of whole tables.
@@ -127,7 +127,7 @@ def _row_wise(num_rows: int, world_size: int) -> list[RowRange]:
 
 
 def _shards(stops: list[int]) -> list[RowRange]:
-    """One range a rank up to each stop, without empty ones."""
+    """A range for each rank, up to each stop, without empty ones."""
     starts = [0, *stops[:-1]]
     return [
         RowRange(start, stop, "fixed", rank=rank)

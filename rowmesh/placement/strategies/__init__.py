@@ -58,7 +58,7 @@ STRATEGIES = {
 }
 BASELINES = ("memory_greedy", "access_greedy", "table_wise", "row_wise", "torchrec_like")
 QUICK = ("cyclic", "partitioned", *BASELINES)
-# What places rows by their numbers alone, or whole tables; `auto` asks the others one by one.
+# Strategies that place rows by their numbers alone, or whole tables; `auto` asks the others one by one.
 ANY_ORDER = ("auto", "memory_greedy", "table_wise", "row_wise", "torchrec_like")
 
 

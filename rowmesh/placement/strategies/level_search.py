@@ -84,7 +84,7 @@ class LevelSearch:
         demand = self.demand
         of_table = np.bincount(demand.table, rows, len(demand.shapes))
         before = demand.starts[:-1] - demand.first_row[demand.table]
-        # What should be whole may come out a little below.
+        # A number that should be whole may come out a little below.
         return np.clip(np.floor(of_table[demand.table] + 1e-6).astype(np.int64) - before, 0, demand.lengths)
 
     def has_prefixes(self, levels: Levels) -> bool:

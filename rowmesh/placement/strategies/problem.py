@@ -1,4 +1,4 @@
-"""What every strategy starts from: the demand, the links, the memory, and whether anything fits at all."""
+"""Problem: the start of every strategy: the demand, the links, the memory, and whether anything fits at all."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class SortedTable:
 
     @cached_property
     def profile(self) -> TableProfile:
-        """Of the sorted rows."""
+        """The demand of the sorted rows."""
         table, order = self.table, self.order
         batches = None if table.batches is None else table.batches[order]
         return _joined(replace(table, lengths=table.lengths[order], accesses=table.accesses[order], batches=batches))
