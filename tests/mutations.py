@@ -100,7 +100,7 @@ MUTATIONS = [
     ),
     Mutation(
         "merge: nodes are not summed apart",
-        f"{EXCHANGE}/collective.py",
+        f"{EXCHANGE}/incoming.py",
         "            sources.end_node()\n",
         "            pass\n",
         PLANS,

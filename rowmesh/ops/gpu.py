@@ -39,7 +39,7 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 class Signature(NamedTuple):
-    """The types that a kernel is compiled for where there is no GPU. `SIGNATURES` of every `cuda.py` lists its kernels'.
+    """The types that a kernel is compiled for where there is no GPU. Every `cuda.py` lists its kernels as `SIGNATURES`.
 
     Attributes:
         kernel: a `triton.jit` function.

@@ -1,8 +1,8 @@
 """Sketch: a profile from a stream of batches, in memory that does not grow with the tables.
 
 A table of up to `capacity` rows is counted exactly. For a larger table, a hash table holds the rows that were read
-most, with their own counts. When it is full, all but the `capacity` largest are dropped; what they had goes to a counter
-of their *range* (neighbouring rows, ranges as wide as 2^−6 of where they begin), so that nothing is ever lost from sums.
+most, with their own counts. When it is full, all but the `capacity` largest are dropped; their counts go to a counter
+of their *range* (neighbouring rows, ranges as wide as 2^−6 of where they begin), so that nothing is lost from sums.
 
     floor     what a row that is not held may have at most: the largest bound that was ever dropped
     count     of a row that is held, since it came in; it may have had up to the floor of that time before (its error)

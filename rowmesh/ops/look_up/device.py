@@ -114,7 +114,7 @@ class DeviceLookUp:
 
     @property
     def in_window(self) -> tuple[Tensor, Tensor | None]:
-        """The indices that pooling reads in a window: int32 `[N]`, of each id; and the slots, None if indices are slots."""
+        """The indices that pooling reads in a window, int32 `[N]`; and the slots, None if indices are slots."""
         return self.inverse, self.slots
 
     @property

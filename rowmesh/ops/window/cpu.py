@@ -184,7 +184,7 @@ def unpack_bits(packed, begin, end, masks):
 
 @kernel
 def place(order, count, numbers, base, row_bytes, addresses):
-    """Writes where entries that travel are, packed from `base`: in `addresses[numbers[e]]` for entry e; 0: `addresses[e]`.
+    """Writes where packed entries are, from `base` on: in `addresses[numbers[e]]` for entry e; 0: `addresses[e]`.
 
     An entry that travels in several phases gets the first place.
     """
