@@ -27,7 +27,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from benchmarks.command import Report
-from rowmesh._support.files.manifest import Manifest
+from rowmesh._support.files.checksums import checksums_of
+from rowmesh._support.files.manifest import Manifest, contents
 from rowmesh.data import Prepared, ReorderOptions, Schema, reorder
 from rowmesh.data.prepared import PREPARED, Split, Table, arrow_schema, counts_path, vocabulary_path, write_vocabulary
 from rowmesh.data.reorder.groups import count_prefixes
@@ -89,7 +90,6 @@ def write_planted(folder: Path, num_ids: int, num_batches: int, options: argpars
         with SplitWriter(folder / f"{name}.arrow", arrow_schema(schema, (False,)), BLOCK) as writer:
             for ids in parts:
                 writer.write([pa.array(np.zeros(BATCH, np.float32)), pa.array(row[ids])])
-    Manifest(kind=PREPARED, request={"planted": [num_ids, num_batches, options.seed]}).write(folder)
     data = Prepared(
         folder=folder,
         schema=schema,
@@ -98,10 +98,17 @@ def write_planted(folder: Path, num_ids: int, num_batches: int, options: argpars
         block_samples=BLOCK,
         rowmesh_version="",
         tables=(Table(name="item", num_rows=num_ids + 1, multi_hot=False, num_distinct=num_ids, rare_share={}),),
-        splits={name: Split(samples=len(parts) * BATCH, positive_rate=0.0) for name, parts in drawn.items()},
+        splits={
+            name: Split(samples=len(parts) * BATCH, positive_rate=0.0, label_means={"y": 0.0})
+            for name, parts in drawn.items()
+        },
         sources={},
     )
     data.save()
+    files = contents(folder)
+    sums = {name: checksums_of(folder / name) for name in files}
+    request = {"planted": [num_ids, num_batches, options.seed]}
+    Manifest(kind=PREPARED, request=request, files=tuple(files), checksums=sums).write(folder)
     return data
 
 

@@ -22,7 +22,7 @@ def report(
     """Write one HTML page about a run, or about two side by side; it works offline.
 
     Shows curves, ROC and calibration, where a step's time goes, bytes between ranks, memory, tables, the configuration,
-    and what to do next. A run may be unfinished, or of an earlier version: the page says what is missing.
+    and what to do next. A run may be unfinished: the page says what is missing.
 
     Parameters
     ----------

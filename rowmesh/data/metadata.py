@@ -44,7 +44,7 @@ class _Split(_Section):
     samples: Count
     positive_rate: Share | None
     optimum: Annotated[dict[str, Finite], AfterValidator(check_optimum)] | None = None
-    label_means: dict[str, Finite] | None = None
+    label_means: dict[str, Finite]
 
 
 class _Scale(_Section):
@@ -53,7 +53,6 @@ class _Scale(_Section):
     mean: Finite
     std: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     missing: dict[str, Share]
-    from_float64: bool = False
 
 
 class _Order(_Section):
@@ -145,11 +144,9 @@ def _check_tables(metadata: _Metadata, schema: Schema, path: Path) -> None:
 
 
 def _check_labels(split: _Split, schema: Schema, path: Path, name: str) -> None:
-    means = split.label_means
     if (split.positive_rate is None) != (schema.labels[0].kind != "binary"):
         raise _refusal(path, ["splits", name, "positive_rate"], "there is one where the first label is of 0 and 1")
-    is_plain = len(schema.labels) == 1 and split.positive_rate is not None
-    if (means is None and not is_plain) or (means is not None and list(means) != list(schema.label_names)):
+    if list(split.label_means) != list(schema.label_names):
         raise _refusal(path, ["splits", name, "label_means"], "their names are not those of the labels of the schema")
 
 

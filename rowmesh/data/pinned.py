@@ -34,14 +34,14 @@ class PinnedFolder:
 
     Args:
         path: the folder.
-        verify: whether what is read is compared with the checksums in the manifest, where it has some.
+        verify: whether what is read is compared with the checksums in the manifest.
 
     Raises:
         DataError: the folder cannot be opened, or its manifest is malformed; names the key.
     """
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
-        self.path, self.is_verified = path, False
+        self.path = path
         self._directory: int | None = None
         if os.open in os.supports_dir_fd:  # on Windows a folder cannot be opened, and files are found by their path
             self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -52,7 +52,7 @@ class PinnedFolder:
         self.checksums: dict[str, Checksums] = {}
         if (text := self.find(MANIFEST)) is not None:
             self.checksums = dict(Manifest.parse(text, path / MANIFEST).checksums)
-        self.has_checksums, self.is_verified = bool(self.checksums), verify and bool(self.checksums)
+        self.is_verified = verify
 
     def find(self, name: str) -> bytes | None:
         """The whole content of a file, as it is, not verified; None where there is none."""
@@ -75,7 +75,7 @@ class PinnedFolder:
 
         Raises:
             DamagedFileError: it has another size than its checksums say.
-            DataError: it is missing, cannot be opened, or is another than was pinned.
+            DataError: it has no checksums, is missing, cannot be opened, or is another than was pinned.
         """
         if name in self._kept:
             return self._kept[name]
@@ -150,7 +150,12 @@ class PinnedFolder:
         return self.path / name if self._directory is None else name
 
     def _expected(self, name: str) -> Checksums | None:
-        return self.checksums.get(name) if self.is_verified else None
+        if self.is_verified and name not in self.checksums:
+            raise DataError(
+                f"{self.path / MANIFEST} has no checksum of {name}, which preparation writes: {ADVICE}, or read it "
+                "unverified (--no-verify, verify=False)"
+            )
+        return self.checksums[name] if self.is_verified else None
 
     def _open(self, name: str, expected: Checksums | None) -> VerifiedFile:
         try:

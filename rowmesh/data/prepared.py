@@ -62,21 +62,14 @@ class Split:
     Attributes:
         samples: how many.
         positive_rate: the share of label 1; None where the (first) label is not of 0 and 1.
-        label_means: label → its mean, by sample weights where there are any; None in data of earlier versions.
+        label_means: label → its mean, by sample weights where there are any.
         optimum: scores of the true probabilities where they are known: "auc", "log_loss".
     """
 
     samples: int
     positive_rate: float | None
     optimum: dict[str, float] | None = None
-    label_means: dict[str, float] | None = None
-
-    def mean(self, label: str) -> float:
-        """The mean of a label; in data of earlier versions there is one label, of 0 and 1."""
-        if self.label_means is not None:
-            return self.label_means[label]
-        assert self.positive_rate is not None
-        return self.positive_rate
+    label_means: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +115,6 @@ class Prepared:
         Args:
             folder: what `rowmesh data prepare` wrote.
             verify: whether all that is read, from now on too, is compared with the checksums that preparation left.
-                Folders of earlier versions have none.
 
         Raises:
             DataError: the folder was not written by `rowmesh data prepare`, or by another version's format; or a file
@@ -167,11 +159,7 @@ class Prepared:
     @property
     def verification(self) -> str:
         """Why what is read is not verified, in words; "" where it is."""
-        if self.files.is_verified:
-            return ""
-        if self.files.has_checksums:
-            return "not verified, as asked for"
-        return "not verified: an earlier version prepared them, without checksums"
+        return "" if self.files.is_verified else "not verified, as asked for"
 
     @property
     def identity(self) -> str:
@@ -200,7 +188,7 @@ class Prepared:
         values = {
             "format_version": FORMAT_VERSION,
             "rowmesh_version": self.rowmesh_version,
-            "splits": {name: _known(asdict(split)) for name, split in self.splits.items()},
+            "splits": {name: asdict(split) for name, split in self.splits.items()},
             "tables": [asdict(table) for table in self.tables],
             "min_count": self.min_count,
             "bad_rows": self.bad_rows,
@@ -290,11 +278,6 @@ class Prepared:
             return Bijection(rows.start, row_of_rank)
         except DataError as error:
             raise DataError(f"{bijection_path(self.folder, name)}: {error}; reorder the data again") from error
-
-
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    """Without the key that earlier versions did not write, where it has no value."""
-    return {key: value for key, value in values.items() if key != "label_means" or value is not None}
 
 
 def _scales(values: Sequence[Mapping[str, Any]] | None) -> tuple[DenseScale, ...] | None:

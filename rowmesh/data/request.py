@@ -16,8 +16,6 @@ from rowmesh.data.splits import Splitter
 from rowmesh.errors import DataError
 
 GENERATOR_VERSION = 2
-STANDARDIZED = "from 64 bits"
-"""From what dense columns are standardized; earlier versions cut values to float32 first."""
 
 
 def preparation_request(
@@ -40,7 +38,6 @@ def preparation_request(
         "max_bad_rows": max_bad_rows,
         "optimum": optimum or {},
         "block_samples": block_samples,
-        **({"dense_values": STANDARDIZED} if schema.dense and schema.dense_transform == "standardize" else {}),
     }
 
 

@@ -24,8 +24,6 @@ class DenseScale:
         log1p: whether log(1 + max(x, 0)) comes first.
         mean, std: of the training split, after the logarithm; std is 1 where all values are one.
         missing: the share of samples without a value, by split.
-        from_float64: whether values keep 64 bits until they are scaled. In data of earlier versions they do not: they
-            became float32 first, and models saw no others.
 
     Example:
         >>> price = DenseScale(name="price", log1p=False, mean=3.0, std=2.0, missing={})
@@ -38,11 +36,10 @@ class DenseScale:
     mean: float
     std: float
     missing: Mapping[str, float]
-    from_float64: bool = False
 
     def apply(self, values: NDArray[np.floating]) -> NDArray[np.float32]:
         """Raw values `[n]` as the model sees them; NaN, which stands for missing, becomes 0."""
-        wide = values.astype(np.float64 if self.from_float64 else np.float32).astype(np.float64)
+        wide = values.astype(np.float64)
         scaled = ((np.log1p(np.maximum(wide, 0)) if self.log1p else wide) - self.mean) / self.std
         return np.where(np.isnan(wide), 0.0, scaled).astype(np.float32)
 
@@ -159,7 +156,6 @@ class DenseStatistics:
                 mean=float(means[i]),
                 std=float(stds[i]),
                 missing={split: int(self._missing[split][i]) / total for split, total in self._samples.items()},
-                from_float64=True,
             )
             for i, name in enumerate(self.names)
         )

@@ -134,7 +134,7 @@ def _splits(prepared: Prepared) -> Table:
     table = table_of_numbers("split", "samples", *map(escape, heads), *best_heads)
     for name, split in prepared.splits.items():
         best = _best(split.optimum or {}) if is_known else ()
-        table.add_row(name, f"{split.samples:,}", *(f"{split.mean(label.name):.4f}" for label in labels), *best)
+        table.add_row(name, f"{split.samples:,}", *(f"{split.label_means[label.name]:.4f}" for label in labels), *best)
     return table
 
 

@@ -40,7 +40,7 @@ class Result:
         split: its name, and that of the label where there are several.
         numbers: by name.
         optimum: the best that can be reached, where the data were planted.
-        score_bins: None where an earlier version evaluated.
+        score_bins: of labels that are 0 or 1.
         floor: of sequences, what a ranking by popularity reaches.
         intervals: of sequences, 95 % intervals of the numbers.
     """
@@ -161,7 +161,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Reads what there is of a run, finished or not, of this version or an earlier one.
+    """Reads what there is of a run, finished or not.
 
     Raises:
         RowmeshError: it is no run.
@@ -187,7 +187,7 @@ def read_run(folder: Path) -> RunRecord:
         folder=run,
         config=config,
         environment=_read(run.environment, json.loads, missing),
-        about=_read(run.about, json.loads, missing) if run.about.exists() else {},
+        about=_read(run.about, json.loads, missing),
         train=train,
         evaluations=evaluations,
         results=results,
@@ -210,16 +210,10 @@ def damaged_text(error: Exception) -> str:
 
 def _absent(record: RunRecord) -> Iterator[str]:
     """What a page would show, had it been recorded."""
-    if not record.about:
-        yield "about.json: an earlier version made this run; ranks, transport and memory by use are not known"
-    if record.train and not record.step_ms:
-        yield "metrics.jsonl has no times of stages: an earlier version made this run"
     if not record.train:
         yield "metrics.jsonl has no line about training: the run ended before train.log_every steps, or has just begun"
     if not record.results:
         yield "there is no evaluation: rowmesh evaluate makes one, and curves of it"
-    elif old := ", ".join(result.split for result in record.results if result.score_bins is None and result.is_click):
-        yield f"evaluation of {old}: no score bins; rowmesh evaluate stores them, for ROC and calibration"
 
 
 def _tested(config: Record) -> str:
@@ -255,7 +249,7 @@ def _results_of(path: Path, values: Record, missing: list[str]) -> list[Result]:
 
 
 def _numbers(values: object) -> dict[str, float]:
-    """Those of a part of a file, which an earlier version did not write."""
+    """The numbers of a part of a file; not every task writes the part."""
     return {name: value for name, value in values.items() if _is_number(value)} if isinstance(values, dict) else {}
 
 

@@ -94,7 +94,7 @@ def _on_base_rate(job: Job, metrics: Metrics, label: str, of: str) -> Iterator[s
     if not train.patience:
         steps = f"change train.steps ({train.steps}) or " if train.steps else ""
         length = f"{steps}give train.patience so that training stops in time, "
-    rate, config = job.data.splits[job.config.data.train].mean(label), job.config
+    rate, config = job.data.splits[job.config.data.train].label_means[label], job.config
     yield (
         f"the model predicts{of} worse than the base rate alone (normalized entropy "
         f"{metrics.normalized_entropy:.4f}, 1 or more); lower optimizer.lr ({config.optimizer.lr:g}) or "

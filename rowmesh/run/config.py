@@ -6,7 +6,7 @@ the library has, too, is declared there: the section takes its default, and `row
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -474,16 +474,3 @@ class Config(Section):
             if not self.model.is_sequence and table.pooling == "none":
                 raise ValueError(f"{key}='none' is for sequence models ({', '.join(KINDS)}); give sum or mean")
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_old_runs(cls, values: Any) -> Any:
-        """Runs of earlier versions have `train.tensorboard`, which is a tracker now."""
-        train = values.get("train") if isinstance(values, dict) else None
-        if not isinstance(train, dict) or not isinstance(train.get("tensorboard"), bool):
-            return values
-        rest = {key: value for key, value in train.items() if key != "tensorboard"}
-        run = dict(values.get("run") or {})
-        if train["tensorboard"]:
-            run["trackers"] = [*run.get("trackers", []), "tensorboard"]
-        return values | {"train": rest, "run": run}

@@ -18,8 +18,6 @@ from rowmesh.errors import RowmeshError
 CHUNK_VALUES = 1 << 20  # bounds the temporaries
 MOST_NAMED = 3
 Fingerprint = dict[str, str]
-ORDER = "features and labels"
-"""The digest that raw rows of earlier versions do not have."""
 
 
 def fingerprint(data: Prepared) -> Fingerprint:
@@ -49,7 +47,7 @@ def raw_fingerprint(data: RawData) -> Fingerprint:
     is_plain = len(labels) == 1 and data.schema.labels[0].kind == "binary"
     return {
         "dense features": dense,
-        ORDER: _digest(json.dumps([features, [] if is_plain else labels]).encode()),
+        "features and labels": _digest(json.dumps([features, [] if is_plain else labels]).encode()),
         **{f"ids of {name}": _digest(str(data.hash_seed).encode()) for name in data.features},
     }
 
@@ -76,9 +74,11 @@ def mismatch(metadata: Mapping[str, Any], given: Callable[[], Fingerprint], mode
     """
     trained = metadata.get("fingerprint")
     if not isinstance(trained, dict) or "data" not in metadata:
-        raise RowmeshError(f"{model} does not say what it was trained on; train again with this version")
-    found = given()
-    differing = differences(trained, found if ORDER in trained else {k: v for k, v in found.items() if k != ORDER})
+        raise RowmeshError(
+            f"{model} does not say what it was trained on: its manifest has no fingerprint of the data, which rowmesh "
+            "train writes; train again"
+        )
+    differing = differences(trained, given())
     more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
     return ", ".join(differing[:MOST_NAMED]) + more
 

@@ -262,9 +262,9 @@ class _Loop:
         self._best.kept_step = progress["best_step"]
         if self._drift is not None and progress["drift"] is not None:
             self._drift.load_state_dict(progress["drift"])
-        if progress.get("window") is not None:  # in checkpoints of earlier versions and of survivors there is none
+        if progress["window"] is not None:  # checkpoints of survivors have none
             self._trainer.progressive.load_state_dict(progress["window"])
-        self._log.load_state_dict(progress.get("decided", {}))  # in checkpoints of earlier versions there is none
+        self._log.load_state_dict(progress["decided"])
         set_random_states(states[rank % len(states)], self._job.embeddings.device)
         return Interval.resumed(progress["intervals"], rank, num_ranks)
 

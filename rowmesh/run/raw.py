@@ -24,8 +24,8 @@ def open_raw(config: Config, trained: Mapping[str, Any] | None = None) -> RawDat
     Args:
         config: of the run.
         trained: the metadata of its model, where it has one. Rows are read by the schema that they keep, whatever
-            became of the file, and columns of Parquet files hold what they held in training. Models of earlier versions
-            keep none.
+            became of the file, and columns of Parquet files hold what they held in training. Models of prepared data
+            keep no schema.
 
     Raises:
         ConfigurationError: their schema cannot be read.
@@ -60,7 +60,7 @@ def raw_metadata(data: object) -> dict[str, Any]:
 def remember_forms(data: object, metadata: Mapping[str, Any]) -> None:
     """Raw data that are read hold in their columns what those of a model's training held.
 
-    Models of earlier versions do not say it.
+    Only models of Parquet files say it.
 
     Raises:
         DataError: they are known to hold something else.

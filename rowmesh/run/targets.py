@@ -79,7 +79,7 @@ def targets_of(config: Config, data: DataSet) -> tuple[Target, ...]:
 def _training_means(config: Config, data: DataSet) -> dict[str, float]:
     """Of each label; 0 where there is no such split, which is refused elsewhere."""
     split = data.splits.get(config.data.train)
-    return {name: split.mean(name) if split else 0.0 for name in data.schema.label_names}
+    return {name: split.label_means[name] if split else 0.0 for name in data.schema.label_names}
 
 
 def total_loss(targets: tuple[Target, ...], outputs: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:

@@ -191,8 +191,7 @@ class Trainer:
             keep_stopping: do not forget what was evaluated since.
         """
         self.job.network.load_state_dict(state["network"])
-        if "linear" in state:  # not in models of earlier versions
-            self.job.linear.load_state_dict(state["linear"])
+        self.job.linear.load_state_dict(state["linear"])
         self._dense_optimizer.load_state_dict(state["dense_optimizer"])
         of_rows = dict(state["embedding_optimizer"])
         if len(of_rows["param_groups"]) != len(self._embedding_optimizer.param_groups):  # tables are stored otherwise

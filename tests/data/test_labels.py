@@ -1,4 +1,4 @@
-"""Several labels, values and weights: from raw files to batches, and folders without them as before."""
+"""Several labels, values and weights: from raw files to batches."""
 
 import json
 
@@ -10,7 +10,6 @@ from rowmesh.data import Loader, Prepared, prepare
 from rowmesh.data.schema import Label, Schema
 from rowmesh.errors import ConfigurationError, DataError
 from tests.support.labelled import BUY, CLICK, RATING, labelled_schema, prepare_labelled
-from tests.support.prepared import forget_checksums
 
 LINES = "click,buy,rating,weight,price,age,user,item,tags"
 
@@ -96,18 +95,3 @@ def test_a_schema_is_kept_as_it_is(tmp_path):
         schema.save(tmp_path / "schema.toml")
         assert Schema.load(tmp_path / "schema.toml") == schema
     assert Schema.parse({"label": {"name": "y"}, "categorical": ["a"]}).labels == (Label(name="y"),)
-
-
-def test_a_folder_of_an_earlier_version_loads(tmp_path):
-    """Its metadata has neither weight nor means of labels."""
-    folder = forget_checksums(prepare_labelled(tmp_path, CLICK).folder)
-    path = folder / "metadata.json"
-    values = json.loads(path.read_text())
-    del values["schema"]["weight"]
-    for split in values["splits"].values():
-        del split["label_means"]
-    path.write_text(json.dumps(values))
-    data = Prepared.open(folder)
-    assert data.splits["test"].mean("click") == data.splits["test"].positive_rate
-    (batch,) = Loader(data, "test", batch_size=90)
-    assert batch.labels.shape == (90,)

@@ -10,11 +10,10 @@ import pytest
 
 from rowmesh.data import Loader, Prepared, Schema, prepare
 from rowmesh.data.encoder import prepared_encoder
-from rowmesh.data.request import preparation_request
 from rowmesh.data.scales import DenseScale, DenseStatistics
-from rowmesh.data.schema import CRITEO
 from rowmesh.errors import DataError
 from rowmesh.run.fingerprint import differences, fingerprint
+from tests.support.prepared import renew_checksums
 
 SCHEMA = Schema.parse({"label": "y", "dense": ["age", "price", "flag", "same", "none"], "categorical": ["a"]})
 
@@ -101,34 +100,17 @@ def test_values_of_very_different_size_have_finite_scales():
     assert statistics._logged.std == pytest.approx(logged.std())
 
 
-@pytest.mark.parametrize("from_float64", [False, True])
-def test_rows_are_scored_with_the_bits_of_the_preparation(tmp_path, from_float64):
-    """Data of earlier versions cut values to float32 first, and so do rows that their models score."""
+def test_rows_are_scored_with_the_bits_of_the_preparation(tmp_path):
     values = 1.7e12 + np.arange(300.0) * 1000
     columns = np.stack([values, values, values, values, values])
     prepared = prepare({"train": [write(tmp_path / "train.csv", columns)]}, tmp_path / "out", SCHEMA)
-    if not from_float64:
-        path = prepared.folder / "metadata.json"
-        metadata = json.loads(path.read_text())
-        assert all(scale.pop("from_float64") for scale in metadata["dense_scales"])
-        path.write_text(json.dumps(metadata))
-        (prepared.folder / "manifest.json").unlink()
-        prepared = Prepared.open(prepared.folder)
     encoder = prepared_encoder(prepared)
     given = pa.table({**dict(zip(SCHEMA.dense, columns, strict=True)), "a": ["1"] * 300})
     found = encoder.encode(encoder.check_table(given, SCHEMA.for_scoring()))["age"].to_numpy()
     assert prepared.dense_scales is not None
     scale = prepared.dense_scales[0]
-    exact = ((values if from_float64 else values.astype(np.float32).astype(np.float64)) - scale.mean) / scale.std
-    assert np.array_equal(found, exact.astype(np.float32))
-    assert len(np.unique(found)) == (300 if from_float64 else 3)
-
-
-def test_data_of_earlier_versions_are_prepared_again(tmp_path, columns):
-    """Their scales may be those of a constant."""
-    path = write(tmp_path / "train.csv", columns)
-    assert "dense_values" in preparation_request({"train": [path]}, SCHEMA)
-    assert "dense_values" not in preparation_request({"train": [path]}, CRITEO)
+    assert np.array_equal(found, ((values - scale.mean) / scale.std).astype(np.float32))
+    assert len(np.unique(found)) == 300
 
 
 def write(path, columns, schema=SCHEMA):
@@ -173,7 +155,7 @@ def test_scales_are_kept_and_the_same_again(prepared, columns, tmp_path):
     assert differences(fingerprint(prepared), changed) == ["dense features"]
 
 
-def test_data_of_earlier_versions_have_no_scales(tmp_path, columns):
+def test_data_that_are_not_standardized_have_no_scales(tmp_path, columns):
     schema = SCHEMA.model_copy(update={"dense_transform": "log1p"})
     data = prepare({"train": [write(tmp_path / "train.csv", columns)]}, tmp_path / "out", schema)
     assert data.dense_scales is None
@@ -190,6 +172,6 @@ def test_scales_that_do_not_fit_the_schema_are_refused(prepared, change):
         scales = (DenseScale(name="age", log1p=False, mean=0.0, std=1.0, missing={}),)
     changed = replace(prepared, dense_scales=scales)
     changed.save()
-    (prepared.folder / "manifest.json").unlink()
+    renew_checksums(prepared.folder)
     with pytest.raises(DataError, match="dense_scales: their names are not those"):
         Prepared.open(prepared.folder)

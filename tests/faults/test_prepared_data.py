@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rowmesh._support.faults import arm
+from rowmesh._support.files.manifest import Manifest
 from rowmesh.data import Loader, PlantedConfig, Prepared, Schema
 from rowmesh.data.inputs import DataSource
 from rowmesh.data.prepare import prepare
@@ -29,7 +31,7 @@ from rowmesh.run.resolve import resolve
 from rowmesh.run.splits import check_same_data
 from tests.support.clicks import write_config
 from tests.support.commands import Finished
-from tests.support.prepared import forget_checksums
+from tests.support.prepared import renew_checksums
 from tests.support.ranks import RankError
 
 PLANTED = PlantedConfig(num_rows=(50, 7, 300), head=10, bag_sizes={2: 3})
@@ -170,15 +172,13 @@ def test_what_is_read_late_from_replaced_data_is_refused(raw, folder):
             read("C1")
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_files_that_are_exchanged_in_the_folder_are_refused(raw, folder, tmp_path, older):
+@pytest.mark.parametrize("verify", [True, False])
+def test_files_that_are_exchanged_in_the_folder_are_refused(raw, folder, tmp_path, verify):
     other = write(raw / "other", tmp_path / "other").folder
-    if older:
-        forget_checksums(folder)
-    data = Prepared.open(folder)
+    data = Prepared.open(folder, verify=verify)
     for name in ("counts/C1.npy", "vocabulary/C1.arrow"):
         (other / name).replace(folder / name)
-    why = "was replaced or written to" if older else "is damaged|bytes where"
+    why = "is damaged|bytes where" if verify else "was replaced or written to"
     for read in (data.counts, data.vocabulary):
         with pytest.raises(DataError, match=why):
             read("C1")
@@ -241,15 +241,13 @@ def test_every_flipped_bit_is_noticed(folder):
     read_everything(Prepared.open(folder))
 
 
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("name", ["manifest.json", "metadata.json", "train.arrow", "counts/C1.npy"])
-def test_a_folder_in_place_of_a_file_is_named(folder, name, older):
-    if older:
-        forget_checksums(folder)
+def test_a_folder_in_place_of_a_file_is_named(folder, name, verify):
     (folder / name).unlink()
     (folder / name).mkdir()
     with pytest.raises(DataError, match=rf"{name}: cannot be opened \(Is a directory\); copy the folder again"):
-        Prepared.open(folder).counts("C1")
+        Prepared.open(folder, verify=verify).counts("C1")
 
 
 def test_blocks_are_verified_once_a_run_and_not_before_they_are_read(folder, monkeypatch):
@@ -279,23 +277,28 @@ def test_what_is_not_verified_is_not_refused(folder, configured, capsys):
     assert "samples; 13 dense, 3 sparse features; not verified, as asked for" in capsys.readouterr().out
 
 
-def test_data_of_an_earlier_version_still_load_and_say_so(folder, configured, capsys):
-    forget_checksums(folder)
-    run_training(resolve(configured(folder), ["train.steps=2"]))
-    assert capsys.readouterr().out.count("not verified: an earlier version prepared them, without checksums") == 1
+def test_a_file_without_a_checksum_is_read_only_where_nothing_is_verified(folder):
+    manifest = Manifest.read(folder)
+    assert manifest is not None
+    rest = {name: sums for name, sums in manifest.checksums.items() if name != "counts/C1.npy"}
+    replace(manifest, checksums=rest).write(folder)
+    with pytest.raises(DataError, match=r"manifest\.json has no checksum of counts/C1\.npy, .* or read it unverified"):
+        read_everything(Prepared.open(folder))
     (folder / "manifest.json").unlink()
-    read_everything(Prepared.open(folder))
+    with pytest.raises(DataError, match=r"manifest\.json has no checksum of metadata\.json"):
+        Prepared.open(folder)
+    read_everything(Prepared.open(folder, verify=False))
 
 
 def damaged_copy(folder, change):
     """Writes the training split anew, with other buffers of its lists, of the same length."""
-    forget_checksums(folder)
     path = folder / "train.arrow"
     reader = pa.ipc.open_file(pa.py_buffer(path.read_bytes()))
     with pa.ipc.new_file(str(path), reader.schema) as writer:
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             writer.write_batch(change(batch) if number == 1 else batch)
+    renew_checksums(folder)
 
 
 def with_lists(batch, offsets, ids):
@@ -369,11 +372,9 @@ def test_record_batches_of_another_form_are_refused(folder, change, message):
         every_batch(folder)
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_split_that_is_cut_short_while_it_is_read_is_refused(folder, older):
-    if older:
-        forget_checksums(folder)
-    batches = iter(Loader(Prepared.open(folder), "train", batch_size=256, window_blocks=2, prefetch=0))
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_split_that_is_cut_short_while_it_is_read_is_refused(folder, verify):
+    batches = iter(Loader(Prepared.open(folder, verify=verify), "train", batch_size=256, window_blocks=2, prefetch=0))
     next(batches)
     os.truncate(folder / "train.arrow", 5000)
     with pytest.raises(DamagedFileError, match=r"train\.arrow had .* bytes when it was opened and has 5,000 now"):
@@ -583,7 +584,6 @@ def test_a_schema_with_anything_in_it_is_read_or_refused_by_name(tmp_path_factor
     "key, value", [("tables.0.num_rows", "5"), ("splits.test.samples", -1), ("block_samples", None)]
 )
 def test_a_key_with_another_type_is_named(folder, key, value):
-    (folder / "manifest.json").unlink()  # checksums would notice before
     path = folder / "metadata.json"
     values = json.loads(path.read_text())
     where = values
@@ -592,5 +592,6 @@ def test_a_key_with_another_type_is_named(folder, key, value):
         where = where[part]
     where[last] = value
     path.write_text(json.dumps(values))
+    renew_checksums(folder)
     with pytest.raises(DataError, match=rf"metadata\.json: {key}: "):
         Prepared.open(folder)

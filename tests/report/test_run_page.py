@@ -1,4 +1,3 @@
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -71,22 +70,6 @@ def test_what_is_missing_is_named(run, missing, tmp_path):
     path.rename(tmp_path / "gone")
     text = " ".join(Page(run_report([read_run(run)])).texts)
     assert {"evaluation": "there is no evaluation"}.get(missing, missing) in text.partition("What is missing here")[2]
-
-
-def test_an_old_run_has_a_page_that_says_what_it_lacks(run):
-    (run / "about.json").unlink()
-    new = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    old = [
-        {k: v for k, v in line.items() if "/" not in k and k not in ("time", "memory_bytes_by_rank")} for line in new
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
-    result = json.loads((run / "evaluation" / "test.json").read_text())
-    del result["score_bins"]
-    (run / "evaluation" / "test.json").write_text(json.dumps(result))
-    text = " ".join(Page(run_report([read_run(run)])).texts)
-    assert "no times of stages" in text
-    assert "no score bins; rowmesh evaluate stores them" in text
-    assert "AUC 0.75000 on test" in text
 
 
 def test_damaged_files_are_named(run):

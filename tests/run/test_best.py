@@ -14,7 +14,7 @@ from rowmesh.run.commands import run_evaluation, run_training
 from rowmesh.run.export import export
 from rowmesh.run.resolve import resolve
 from rowmesh.run.run_folder import RunFolder
-from tests.support.prepared import forget_checksums
+from tests.support.prepared import renew_checksums
 
 OVERFITS = ["train.epochs=30", "train.patience=3", "train.eval_every=4", "optimizer.lr=0.02", "tables.optimizer.lr=0.3"]
 
@@ -76,10 +76,11 @@ def test_ranks_stop_at_the_same_step_with_the_same_model(config_file, tmp_path, 
 
 
 def test_without_a_validation_split_the_last_samples_are_it(config_file, clicks, tmp_path):
-    folder = forget_checksums(shutil.copytree(clicks.folder, tmp_path / "none"))
+    folder = shutil.copytree(clicks.folder, tmp_path / "none")
     prepared = Prepared.open(folder)
     splits = {name: split for name, split in prepared.splits.items() if name != "validation"}
     replace(prepared, splits=splits).save()
+    renew_checksums(folder)
     run_training(resolve(config_file, [*OVERFITS, f"data.folder={folder}"]))
     assert len(evaluations(tmp_path / "run")) >= 4
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

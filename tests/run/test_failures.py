@@ -15,7 +15,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.run.commands import run_training
 from rowmesh.run.resolve import resolve
 from tests.support.commands import launch
-from tests.support.prepared import forget_checksums
+from tests.support.prepared import renew_checksums
 from tests.support.ranks import RankError
 from tests.support.runs import LONG, rank_processes, start, wait_for_steps
 
@@ -25,7 +25,7 @@ def spoil(clicks, tmp_path):
     """Copies the data set and changes a value of one training sample behind preparation's back."""
 
     def spoil(column: str, sample: int, value: float) -> str:
-        folder = forget_checksums(shutil.copytree(clicks.folder, tmp_path / "spoilt"))
+        folder = shutil.copytree(clicks.folder, tmp_path / "spoilt")
         path = folder / "train.arrow"
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_file(file)
@@ -38,7 +38,7 @@ def spoil(clicks, tmp_path):
                 for table in tables:
                     writer.write_batch(table)
         (tmp_path / "new.arrow").replace(path)
-        return f"data.folder={folder}"
+        return f"data.folder={renew_checksums(folder)}"
 
     return spoil
 

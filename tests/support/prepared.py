@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+from rowmesh._support.files.checksums import checksums_of
+from rowmesh._support.files.manifest import Manifest
 
-def forget_checksums(folder: Path) -> Path:
-    """Makes the folder one of an earlier version, without checksums; returns it."""
-    path = forget_own_sum(folder / "manifest.json")
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps(values | {"files": list(values["files"])}))
+
+def renew_checksums(folder: Path) -> Path:
+    """Makes the checksums those of the files as they are now; returns the folder."""
+    manifest = Manifest.read(folder)
+    assert manifest is not None
+    sums = {name: checksums_of(folder / name) for name in manifest.checksums}
+    replace(manifest, checksums=sums).write(folder)
     return folder
 
 

@@ -24,6 +24,7 @@ END_FILE = "_END"
 """A file of this name says that no more files will come."""
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")
 _NEWLINE = ord("\n")
+_POSITION = ("file", "row", "before", "size")
 _WHOLE = (
     "Files must appear whole, by a rename: cut it back to what it was, and give what came later in a file of its own "
     "with a later name"
@@ -110,19 +111,24 @@ class FileSource:
         has_forms = self.schema.format == "text"
         done: list[Path] = []
         sizes: list[int] = []  # that they had when they were read
-        resumed = None if position is None else str(position["file"])
-        if resumed is not None:
-            there = self.files
+        resumed = None
+        if position is not None:
+            if lost := [key for key in _POSITION if key not in position]:
+                raise DataError(
+                    f"the position has no {', '.join(lost)}: it is none in files; give a position that a loader of "
+                    "these files returned, or start without the position"
+                )
+            resumed, there = str(position["file"]), self.files
             names = [self._name(path) for path in there]
             if resumed not in names:
                 raise DataError(
-                    f"the position is in {resumed}, row {position['row'] if position else 0:,}, and there is no such "
+                    f"the position is in {resumed}, row {position['row']:,}, and there is no such "
                     "file any more; put it back, or start without the position"
                 )
             done = there[: names.index(resumed)]
             sizes = [path.stat().st_size for path in done]
-            self._check_read_before(resumed, names[: len(done)], sizes, (position or {}).get("before"))
-            _check_size(there[len(done)], (position or {}).get("size"))
+            self._check_read_before(resumed, names[: len(done)], sizes, position["before"])
+            _check_size(there[len(done)], position["size"])
         digest = xxhash.xxh3_64(b"".join(_digested(self._name(path)) for path in done))
         size_digest = xxhash.xxh3_64(_sized(sizes))
         while True:
@@ -175,15 +181,10 @@ class FileSource:
                 f"({', '.join(_UNFINISHED)}) and folders in it are left out"
             )
 
-    def _check_read_before(
-        self, resumed: str, names: Sequence[str], sizes: Sequence[int], read: Sequence[Any] | None
-    ) -> None:
-        """Refuses a position before which other files were read than are there now; those of earlier versions pass.
-
-        These have no digest of sizes, or none at all.
-        """
+    def _check_read_before(self, resumed: str, names: Sequence[str], sizes: Sequence[int], read: Sequence[Any]) -> None:
+        """Refuses a position before which other files were read than are there now."""
         there = [len(names), *(xxhash.xxh3_64_hexdigest(of) for of in (b"".join(map(_digested, names)), _sized(sizes)))]
-        if read is None or list(read) == there[: len(read)]:
+        if list(read) == there:
             return
         if list(read)[:2] == there[:2]:
             latest = max(self.files[: len(names)], key=lambda path: path.stat().st_mtime_ns)
@@ -318,9 +319,9 @@ def _table_chunks(file: _File, schema: Schema, forms: KnownForms) -> Iterator[_T
         row += table.num_rows
 
 
-def _check_size(path: Path, size: int | None) -> None:
-    """Refuses a file that has another size than when it was read; a position of earlier versions has none."""
-    if size is None or not path.exists() or (now := path.stat().st_size) == size:  # what is gone, others say
+def _check_size(path: Path, size: int) -> None:
+    """Refuses a file that has another size than when it was read."""
+    if not path.exists() or (now := path.stat().st_size) == size:  # what is gone, others say
         return
     what = f"{path} has {now:,} bytes, and had {size:,} when it was read"
     if now > size:

@@ -185,9 +185,10 @@ def test_data_that_cannot_be_reordered(prepared, tmp_path):
     del own.splits["train"]
     with pytest.raises(DataError, match="has no split 'train', only: validation"):
         reorder(own, tmp_path / "out", tables=["item"])
-    (prepare_batches(tmp_path / "other", draw_batches(9)).folder / "manifest.json").unlink()
+    other = prepare_batches(tmp_path / "other", draw_batches(9)).folder
+    (other / "manifest.json").unlink()
     with pytest.raises(DataError, match="has no manifest"):
-        reorder(tmp_path / "other" / "prepared", tmp_path / "out", tables=["item"])
+        reorder(Prepared.open(other, verify=False), tmp_path / "out", tables=["item"])
 
 
 def test_a_folder_in_use(prepared, tmp_path):
