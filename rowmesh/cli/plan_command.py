@@ -260,13 +260,13 @@ class _Question:
         """Plans, prints, and reports what cores would save if an option asks for it."""
         tables, printer = table_specs(self.config.tables, self.data), Printer()
         request = self.options.request(self.config, topology.world_size, tables)
-        cored = [table for table in tables if table.storage == "tensor_train"]
+        cored = [table for table in tables if not table.stores_rows]
         if cored:
             printer.write(
                 f"cores     {bytes_text(cores_bytes(cored))} of cores and optimizer state on every rank, of "
                 f"{len(cored)} tensor-train table(s), which are not placed: {', '.join(table.name for table in cored)}"
             )
-        dynamic = [table for table in tables if table.storage == "dynamic"]
+        dynamic = [table for table in tables if table.takes_any_id]
         if dynamic:
             print_dynamic(printer, dynamic_costs(dynamic, self.data, topology, request))
         if len(cored) + len(dynamic) < len(tables):

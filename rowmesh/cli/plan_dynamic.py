@@ -63,7 +63,7 @@ def memory_of(table: TableSpec, num_ranks: int) -> tuple[int, int]:
 
 def dynamic_bytes(tables: Sequence[TableSpec], num_ranks: int) -> int:
     """Memory at capacity of those tables that are dynamic, on the rank that has most."""
-    return sum(memory_of(table, num_ranks)[0] for table in tables if table.storage == "dynamic")
+    return sum(memory_of(table, num_ranks)[0] for table in tables if table.takes_any_id)
 
 
 def dynamic_costs(

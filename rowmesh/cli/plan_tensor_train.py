@@ -77,7 +77,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 def cores_bytes(tables: Sequence[TableSpec]) -> int:
     """Memory of the cores and their state, of those that are tensor-train tables; every rank has all of it."""
-    return sum(_size(table)[0] for table in tables if table.storage == "tensor_train")
+    return sum(_size(table)[0] for table in tables if not table.stores_rows)
 
 
 def compressions(config: Config, data: TableData, batch_size: int, ranks: Sequence[int]) -> Iterator[Compression]:

@@ -53,7 +53,7 @@ def gradient_norm(
     """
     total = sum(_of_cores(mesh, each, routes) for each in computed)
     for number, exchange in enumerate(exchanges):
-        if exchange.is_frozen or exchange.group.storage == "tensor_train":
+        if exchange.is_frozen or not exchange.group.stores_rows:
             continue
         groups = [route.groups[number] for route in routes]
         total += _sum_of_squares(mesh, exchange, groups, guests)

@@ -110,7 +110,7 @@ class DeviceGroupExchange(GroupExchange):
         """Routes one group's ids; arguments as for `DeviceLookUps.find`."""
         self.counters.add_route(ids.numel())
         look_up = self.look_ups.find(ids, offsets, layout, bags)
-        if self.group.storage != "tensor_train":
+        if self.group.stores_rows:
             look_up.read_from(self.arena.rows)
         return RouteGroup(self, layout, look_up, self.look_ups.give_back)
 

@@ -66,7 +66,7 @@ class GroupExchange:
         self.arena: DenseArena | CachedArena = arena  # pyright: ignore[reportAttributeAccessIssue]
         self.rank, self.world_size = address_map.rank, address_map.plan.world_size
         self.num_segments = address_map.num_segments
-        self.is_tiered, self.is_dynamic = isinstance(arena, CachedArena), group.storage == "dynamic"
+        self.is_tiered, self.is_dynamic = isinstance(arena, CachedArena), group.takes_any_id
         self.features = [(name, table) for table in group.tables for name in table.features]
         self.row_bytes = group.dim * group.dtype.itemsize
         self.gradient_bytes = group.dim * compute_dtype(group.dtype).itemsize
@@ -125,7 +125,7 @@ class GroupExchange:
 
     def count_into(self, group: AnyRouteGroup, traffic: Traffic) -> None:
         """Adds what a batch asks for to counted traffic; tensor-train tables ask no rank."""
-        if self.group.storage != "tensor_train":
+        if self.group.stores_rows:
             self._count_into(group, traffic)
 
     def _count_into(self, group: AnyRouteGroup, traffic: Traffic) -> None:

@@ -307,4 +307,4 @@ class OneSidedTransport(Transport[HostGroupExchange]):
 
 def _is_lazy(exchange: HostGroupExchange) -> bool:
     """Whether memory is committed where it is used: most frames of a dynamic table never are."""
-    return exchange.group.storage == "dynamic"
+    return exchange.group.takes_any_id

@@ -408,7 +408,7 @@ def make_synchronizer(
         device: where rows are; None: the hosts' memory.
         second: another process group of these ranks, where they are two and have one.
     """
-    if setting.mode == "average" and exchanges[0].group.storage == "dynamic":
+    if setting.mode == "average" and exchanges[0].group.takes_any_id:
         return DynamicMeans(setting, exchanges, mesh)
     groups = list[_Group]()
     for exchange in exchanges:

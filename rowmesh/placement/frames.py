@@ -20,7 +20,7 @@ def framed(tables: Sequence[TableSpec], replicas: Mapping[str, int], world_size:
     """The tables as the exchange sees them: rows of dynamic ones are the frames of all ranks of a replica group."""
     seen = []
     for table in tables:
-        if table.storage == "dynamic":
+        if table.takes_any_id:
             size = Grid(world_size, replicas[table.name]).shards
             count = sum(num_frames(rules_of(table), member, size) for member in range(size))
             table = table.with_num_frames(count)
@@ -39,9 +39,7 @@ def with_frames(plan: Plan, tables: Sequence[TableSpec], replicas: Mapping[str, 
     if not replicas:
         return plan
     frames = {
-        table.name: _frames_plan(table, plan.world_size, replicas[table.name])
-        for table in tables
-        if table.storage == "dynamic"
+        table.name: _frames_plan(table, plan.world_size, replicas[table.name]) for table in tables if table.takes_any_id
     }
     known = tuple(frames.pop(table.name, table) for table in plan.tables)
     return replace(plan, tables=(*known, *frames.values()))

@@ -114,7 +114,7 @@ def _elsewhere(config: Config, data: TableData) -> list[str]:
     """
     of_tiers, of_others = bool(config.tiers.folder), config.train.device != "cpu"
     tables = table_specs(config.tables, data)
-    return [table.name for table in tables if (of_tiers if table.storage == "tiered" else of_others)]
+    return [table.name for table in tables if (of_tiers if table.caches_rows else of_others)]
 
 
 def check_rules(tables: Sequence[TableSpec], task: Task) -> None:

@@ -443,8 +443,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _has_tiers(self) -> Self:
-        tables = (self.tables, *self.tables.overridden.values())
-        if self.tiers.folder and not any(table.storage == "tiered" for table in tables):
+        if self.tiers.folder and not any(table.caches_rows for table in self.tables.sections):
             raise ValueError(
                 f"tiers.folder={self.tiers.folder!r} is of tiered tables, and there are none; give "
                 "tables.storage=tiered, or leave it out"

@@ -28,7 +28,7 @@ from rowmesh.run.config import DriftConfig
 from rowmesh.run.job import Job
 from rowmesh.run.placement import problem_of, run_topology
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables.spec import names_of
+from rowmesh.tables.spec import stored_tables
 
 logger = logging.getLogger("rowmesh")
 
@@ -54,8 +54,7 @@ class Drift:
         self._collection, self._planner = collection, planner
         self._rules = rules
         self._traffic = collection.engine.traffic = Traffic(collection.mesh.world_size)
-        dense = [table for table in collection.tables if table.storage != "tensor_train"]
-        self._tables = {feature: table.name for table in dense for feature in table.features}
+        self._tables = {feature: table.name for table in stored_tables(collection.tables) for feature in table.features}
         self._reason = ""
         self._step = 0
 
@@ -170,7 +169,7 @@ def _configured(job: Job) -> Drift | None:
             'placement.drift.enabled="on" cannot follow tables that have replicas; leave it at auto, or train without '
             "replicas"
         )
-    if dynamic := names_of(job.embeddings.tables, "dynamic"):
+    if dynamic := [table.name for table in job.embeddings.tables if table.takes_any_id]:
         if config.enabled == "auto":
             return None
         raise ConfigurationError(

@@ -88,7 +88,7 @@ def check_graphs(config: Config) -> None:
     """Raises ConfigurationError where CUDA graphs were asked for and cannot be."""
     if config.train.cuda_graphs == "off":
         return
-    tables = [config.tables, *config.tables.overridden.values()]
+    tables = config.tables.sections
     obstacle = None
     if config.train.device == "cpu":
         obstacle = "needs train.device=cuda: it records what a GPU does"
@@ -100,7 +100,7 @@ def check_graphs(config: Config) -> None:
         obstacle = f"records dlrm alone, and model.name is {config.model.name}"
     elif len({table.dim for table in tables}) > 1:
         obstacle = "records dlrm over tables of one dim alone, and the configuration has several"
-    elif any(table.storage == "tiered" for table in tables):
+    elif any(table.caches_rows for table in tables):
         obstacle = "cannot be combined with tiered tables, whose threads use the GPU while it is recorded"
     if obstacle:
         raise ConfigurationError(f"train.cuda_graphs=on {obstacle}; change that, or set train.cuda_graphs=off")

@@ -299,7 +299,7 @@ class _Loop:
 
 
 def _is_dynamic(job: Job) -> bool:
-    return any(table.storage == "dynamic" for table in job.embeddings.tables)
+    return any(table.takes_any_id for table in job.embeddings.tables)
 
 
 def _keep_bad_rows(trainer: Trainer, run: RunFolder, stack: ExitStack) -> None:

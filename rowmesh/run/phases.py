@@ -313,7 +313,7 @@ def _differences(finished: FinishedRun, task: Task, accept: bool) -> list[str]:
 def _check_sizes(finished: FinishedRun, task: Task) -> None:
     """Raises RowmeshError where tables have not as many rows as the data have values, whatever they mean."""
     manifest = finished.manifest
-    tables = [table for table in table_specs(task.config.tables, task.data) if table.storage != "dynamic"]
+    tables = [table for table in table_specs(task.config.tables, task.data) if not table.takes_any_id]
     saved = {name: entry.num_rows for name, entry in manifest.tables.items() if entry.known is None}
     unlike = [
         f"{table.name} has {saved[table.name]:,} rows in the model and {table.num_rows:,} values in the data"

@@ -24,7 +24,7 @@ from rowmesh.run.config import Config, ParallelConfig, chosen
 from rowmesh.run.section import shared
 from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs
-from rowmesh.tables.spec import names_of
+from rowmesh.tables.spec import stored_tables
 
 # What OPER (ATC'24) §6.3 measured between the nodes of its cluster; `rowmesh plan --measure` measures yours.
 INTER_OVER_INTRA = 4.21
@@ -153,13 +153,13 @@ def request_of(config: Config, world_size: int) -> Request:
 
 def shapes_of(config: Config, data: TableData) -> list[TableShape]:
     """The run's tables with rows; tensor-train tables are on every rank, and in no plan."""
-    return [TableShape.of(table) for table in table_specs(config.tables, data) if table.storage != "tensor_train"]
+    return [TableShape.of(table) for table in stored_tables(table_specs(config.tables, data))]
 
 
 def placed_shapes(config: Config, data: TableData) -> list[TableShape]:
     """Those whose rows a search places: of dynamic tables hashes of ids say where they are."""
-    dynamic = names_of(table_specs(config.tables, data), "dynamic")
-    return [shape for shape in shapes_of(config, data) if shape.name not in dynamic]
+    tables = stored_tables(table_specs(config.tables, data))
+    return [TableShape.of(table) for table in tables if not table.takes_any_id]
 
 
 def _with_dynamic(plan: Plan, shapes: Sequence[TableShape], replicas: Mapping[str, int]) -> Plan:
@@ -196,11 +196,11 @@ def wanted_replicas(config: Config, data: TableData) -> dict[str, int]:
     specs = table_specs(tables, data)
     for table in specs:
         own = tables.of(table.name).replicas
-        if table.storage == "tensor_train" and own is not None and own != tables.replicas:
+        if not table.stores_rows and own is not None and own != tables.replicas:
             raise ConfigurationError(
                 f"tables.{table.name}.replicas = {own}: every rank has the cores of a tensor-train table; leave it out"
             )
-    return {table.name: tables.of(table.name).replicas or of_all for table in specs if table.storage != "tensor_train"}
+    return {table.name: tables.of(table.name).replicas or of_all for table in stored_tables(specs)}
 
 
 def _replicated(config: Config, mesh: Mesh, data: TableData, replicas: dict[str, int]) -> Placement:

@@ -27,7 +27,6 @@ from rowmesh.run.targets import Target, is_click
 from rowmesh.run.task import Task
 from rowmesh.run.value_metrics import ValueMetrics
 from rowmesh.tables import Tiers
-from rowmesh.tables.spec import names_of
 
 _CRITERIA = {
     "validation_log_loss": "validation log-loss",
@@ -171,7 +170,7 @@ def _warn_of_checkpoints(job: Job, run: Path, model: int) -> list[str]:
 def model_bytes(job: Job) -> int:
     """About what the model takes on disk: every row once with its state, and the network with two moments at most."""
     rows = sum(table.shape.num_rows * table.shape.row_bytes for table in job.placement.plan.tables)
-    cored = names_of(job.embeddings.tables, "tensor_train")
+    cored = [table.name for table in job.embeddings.tables if not table.stores_rows]
     rows += sum(sum(job.embeddings.cores(name).num_bytes) for name in cored)
     return rows + 3 * sum(parameter.nbytes for parameter in job.network.parameters())
 
@@ -290,11 +289,11 @@ def _group(group: Any, tiers: Tiers) -> str:
         f"{group.name}: {len(group.tables)} tables, {rows:,} rows × {group.dim} {dtype}, "
         f"{group.optimizer.name} lr {group.optimizer.lr:g}"
     )
-    if group.storage == "tiered":
+    if group.caches_rows:
         where = tiers.folder or "memory"
         fast = f"{tiers.fast_share:.0%} of a rank's in fast memory, at least {tiers.fast_rows:,}"
         return f"{about}; {fast}, all in {where}"
-    return about + (_cores(group) if group.storage == "tensor_train" else "")
+    return about + ("" if group.stores_rows else _cores(group))
 
 
 def _cores(group: Any) -> str:

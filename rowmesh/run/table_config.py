@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from rowmesh._support.files.places import local_store
 from rowmesh.run.section import AUTO, Auto, Count, Factor, Positive, Rate, Section
+from rowmesh.tables.spec import TRAITS, Storage
 
 OptimizerName = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -134,6 +135,28 @@ class TableConfig(Section):
     dynamic: DynamicConfig = DynamicConfig()
     frozen: bool = False
 
+    @property
+    def takes_any_id(self) -> bool:
+        """Whether any int64 is an id; otherwise ids are rows, as many as the data have values."""
+        return TRAITS[self.storage_of(0)].takes_any_id
+
+    @property
+    def caches_rows(self) -> bool:
+        """Whether the rows in use are in fast memory, and all rows where `tiers` says."""
+        return TRAITS[self.storage_of(0)].caches_rows
+
+    @property
+    def chooses_storage(self) -> bool:
+        """Whether the number of rows says how a table is stored."""
+        return self.storage not in TRAITS
+
+    def storage_of(self, num_rows: int) -> Storage:
+        """How a table of so many rows is stored: where that is auto, as cores from `tensor_train.min_rows` rows on."""
+        if (given := self.storage) in TRAITS:
+            return given
+        least = self.tensor_train.min_rows
+        return "dense" if least is None or num_rows < least else "tensor_train"
+
 
 class TablesConfig(TableConfig):
     """The defaults of all tables; a section of a table's own name changes them: `[tables.C3]`."""
@@ -158,6 +181,11 @@ class TablesConfig(TableConfig):
     def overridden(self) -> dict[str, TableConfig]:
         """The tables that have a section of their own."""
         return self.__pydantic_extra__
+
+    @property
+    def sections(self) -> tuple[TableConfig, ...]:
+        """The defaults, and the sections of tables."""
+        return self, *self.overridden.values()
 
     def of(self, table: str) -> TableConfig:
         """The configuration of one table."""

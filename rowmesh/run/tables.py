@@ -17,6 +17,7 @@ from rowmesh.run.table_config import DynamicConfig, InitializerConfig, TablesCon
 from rowmesh.run.table_data import TableData
 from rowmesh.tables import Dynamic, TableSpec, TensorTrain
 from rowmesh.tables.initializer import INITIALIZERS
+from rowmesh.tables.spec import TRAITS, stored_tables
 from rowmesh.tables.update_rules import RULES, UpdateRule
 
 
@@ -38,14 +39,14 @@ def table_specs(config: TablesConfig, data: TableData) -> tuple[TableSpec, ...]:
         if name not in features:
             suggestion = hint(name, features) or f"; known: {', '.join(features)}"
             raise ConfigurationError(f"tables.{name}: {data.folder} has no table of this name{suggestion}")
-    if isinstance(data, RawData) and (stored := [name for name in features if config.of(name).storage != "dynamic"]):
+    if isinstance(data, RawData) and (stored := [name for name in features if not config.of(name).takes_any_id]):
         raise ConfigurationError(
             f'tables {", ".join(stored)}: nobody knows how many ids raw data have; give tables.storage = "dynamic", '
             "with a capacity, or prepare the data"
         )
     tables = tuple(_table_spec(name, data.table(name).num_rows, config, tuple(each)) for name, each in features.items())
     _check_no_rules(config, tables)
-    rows = [table for table in tables if table.storage != "tensor_train"]
+    rows = stored_tables(tables)
     for table in rows:
         _check_no_own_shape(config, table)
     if len(rows) == len(tables):
@@ -81,7 +82,7 @@ def _check_no_own_shape(config: TablesConfig, table: TableSpec) -> None:
 def _check_no_shape(config: TablesConfig) -> None:
     """Raises ConfigurationError where cores are described for all tables, and nothing makes them of any."""
     given = config.tensor_train.model_dump(exclude_none=True, exclude={"optimizer"})
-    if config.storage == "auto" and given and "min_rows" not in given:
+    if config.chooses_storage and given and "min_rows" not in given:
         key, value = next(iter(given.items()))
         raise ConfigurationError(
             f"tables.tensor_train.{key} = {value} is given, and no table is a tensor-train table; choose them by "
@@ -91,10 +92,10 @@ def _check_no_shape(config: TablesConfig) -> None:
 
 def _check_no_rules(config: TablesConfig, tables: Sequence[TableSpec]) -> None:
     """Raises ConfigurationError where rules of dynamic tables are given, and there is none to follow them."""
-    stored = [table for table in tables if table.storage != "dynamic"]
-    found = [(f"tables.{table.name}", config.of(table.name).dynamic) for table in stored]
+    numbered = [table for table in tables if not table.takes_any_id]
+    found = [(f"tables.{table.name}", config.of(table.name).dynamic) for table in numbered]
     found = [(key, section) for key, section in found if section != config.dynamic]
-    if len(stored) == len(tables):
+    if len(numbered) == len(tables):
         found.append(("tables", config.dynamic))
     for key, section in found:
         for name, value in section.model_dump(exclude_none=True).items():
@@ -106,18 +107,16 @@ def _check_no_rules(config: TablesConfig, tables: Sequence[TableSpec]) -> None:
 
 def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[str, ...]) -> TableSpec:
     config = tables.of(name)
-    is_cored = config.storage == "tensor_train" or (
-        config.storage == "auto" and num_rows >= (config.tensor_train.min_rows or num_rows + 1)
-    )
-    dynamic = None
-    if config.storage == "dynamic":
+    storage, dynamic = config.storage_of(num_rows), None
+    is_cored = not TRAITS[storage].stores_rows
+    if config.takes_any_id:
         dynamic = _dynamic(_key(tables, name, "dynamic"), config.dynamic)
         of_all = (config.storage, config.initializer) == (tables.storage, tables.initializer)
         _check_bound("tables.initializer" if of_all else f"tables.{name}.initializer", config.initializer)
     try:
         return TableSpec(
             name=name,
-            **({} if config.storage == "dynamic" else {"num_rows": num_rows}),
+            **({} if config.takes_any_id else {"num_rows": num_rows}),
             dim=config.dim,
             features=features,
             pooling=config.pooling,
@@ -125,7 +124,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[
             out_of_range=config.out_of_range,
             optimizer=update_rule(name, tables, is_cored),
             initializer=_choose(_key(tables, name, "initializer"), INITIALIZERS, config.initializer),
-            storage="tensor_train" if is_cored else "dense" if config.storage == "auto" else config.storage,
+            storage=storage,
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
             dynamic=dynamic,
             frozen=config.frozen,

@@ -50,6 +50,21 @@ class TableGroup:
         """What rows are kept as."""
         return self.tables[0].storage
 
+    @cached_property
+    def stores_rows(self) -> bool:
+        """Whether rows are stored, as a plan says; otherwise they are computed from cores."""
+        return self.tables[0].stores_rows
+
+    @cached_property
+    def takes_any_id(self) -> bool:
+        """Whether any int64 is an id; otherwise ids are rows."""
+        return self.tables[0].takes_any_id
+
+    @cached_property
+    def caches_rows(self) -> bool:
+        """Whether the rows in use are in fast memory, and all rows in a backing store."""
+        return self.tables[0].caches_rows
+
     @property
     def num_rows(self) -> int:
         """Of all tables together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 
@@ -18,6 +18,31 @@ from rowmesh.tables.update_rules import RowWiseAdaGrad, UpdateRule
 
 Pooling = Literal["sum", "mean", "none"]
 Storage = Literal["dense", "tiered", "tensor_train", "dynamic"]
+
+
+@dataclass(frozen=True)
+class StorageTraits:
+    """The answers that callers need about a storage.
+
+    Attributes:
+        stores_rows: whether rows are stored, by the ranks that a plan names; otherwise every rank computes them from
+            cores, of which it has all.
+        takes_any_id: whether any int64 is an id, and gets a row when it is admitted; otherwise ids are rows, whose
+            number is known before.
+        caches_rows: whether the rows in use are in fast memory, and all rows in a backing store.
+    """
+
+    stores_rows: bool = True
+    takes_any_id: bool = False
+    caches_rows: bool = False
+
+
+TRAITS: dict[Storage, StorageTraits] = {
+    "dense": StorageTraits(),
+    "tiered": StorageTraits(caches_rows=True),
+    "tensor_train": StorageTraits(stores_rows=False),
+    "dynamic": StorageTraits(takes_any_id=True),
+}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 MAX_DIM = 1024
 
@@ -158,10 +183,8 @@ class TableSpec:
         return framed
 
     def _check_storage(self) -> None:
-        if self.storage not in get_args(Storage):
-            raise ConfigurationError(
-                f"table {self.name!r}: storage must be one of {get_args(Storage)}, got {self.storage!r}"
-            )
+        if self.storage not in TRAITS:
+            raise ConfigurationError(f"table {self.name!r}: storage must be one of {(*TRAITS,)}, got {self.storage!r}")
         if self.storage != "tensor_train":
             if self.tensor_train is not None:
                 raise ConfigurationError(
@@ -199,6 +222,21 @@ class TableSpec:
         if self.dynamic is not None:
             usual["num_rows"] = self.dynamic.capacity
         return f"TableSpec({', '.join(f'{name}={value!r}' for name, value in given if value != usual[name])})"
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether its rows are stored, as a plan says; otherwise they are computed: see `StorageTraits`."""
+        return TRAITS[self.storage].stores_rows
+
+    @property
+    def takes_any_id(self) -> bool:
+        """Whether any int64 is an id; otherwise ids are 0 … num_rows − 1."""
+        return TRAITS[self.storage].takes_any_id
+
+    @property
+    def caches_rows(self) -> bool:
+        """Whether the rows in use are in fast memory, and all rows in a backing store."""
+        return TRAITS[self.storage].caches_rows
 
     @property
     def takes_scores(self) -> bool:
@@ -256,6 +294,17 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
                     f"batch.with_aliases({{'{feature}@{table.name}': {feature!r}}})"
                 )
             seen[feature] = table.name
+
+
+def stored_tables(tables: Iterable[TableSpec]) -> list[TableSpec]:
+    """The tables whose rows are stored, in their order: plans are for them.
+
+    >>> from rowmesh.tables.update_rules import SGD
+    >>> cored = TableSpec(name="item", num_rows=64, dim=8, storage="tensor_train", optimizer=SGD(lr=0.1))
+    >>> [table.name for table in stored_tables([cored, TableSpec(name="user", num_rows=9, dim=8)])]
+    ['user']
+    """
+    return [table for table in tables if table.stores_rows]
 
 
 def names_of(tables: Iterable[TableSpec], *storages: Storage) -> list[str]:

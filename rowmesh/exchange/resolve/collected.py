@@ -44,7 +44,7 @@ def check_dynamic(
     transport: str,
 ) -> None:
     """Raises ConfigurationError for what dynamic tables cannot be yet."""
-    dynamic = [table for table in tables if table.storage == "dynamic"]
+    dynamic = [table for table in tables if table.takes_any_id]
     if synchronization.mode == "average":
         _check_average([table for table in dynamic if replicas[table.name] > 1], dynamic, replicas, synchronization)
     for table in dynamic:
@@ -102,7 +102,7 @@ def make_resolver(
     averages = synchronization.mode == "average"
     grid = Grid(mesh.world_size)
     stores = _open_stores(exchanges, plan, mesh)
-    exchanges = [exchange for exchange in exchanges if exchange.group.storage == "dynamic"]
+    exchanges = [exchange for exchange in exchanges if exchange.group.takes_any_id]
     indexes = _make_indexes(exchanges, plan, mesh)
     for exchange in exchanges:
         for number, spec in enumerate(exchange.group.tables):
@@ -141,7 +141,7 @@ def _make_indexes(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict
 
 def _open_stores(exchanges: Sequence[Exchange], plan: Plan, mesh: Mesh) -> dict[str, RecordStore]:
     """Stores for the records that this rank demotes, empty, by table. Collective where some table demotes any."""
-    groups = [exchange.group for exchange in exchanges if exchange.group.storage == "dynamic"]
+    groups = [exchange.group for exchange in exchanges if exchange.group.takes_any_id]
     tables = [table for group in groups for table in group.tables if rules_of(table).mode == "demote"]
     stores: dict[str, RecordStore] = {}
 

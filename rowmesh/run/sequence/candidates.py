@@ -37,7 +37,7 @@ class Candidates:
             RowmeshError: a pipeline has opened batches ahead.
         """
         table = next(table for table in job.embeddings.tables if table.name == ITEM)
-        if table.storage != "dynamic":
+        if not table.takes_any_id:
             return cls(torch.arange(num_items), are_all=True)
         mine = job.embeddings.known_rows(ITEM).ids
         return cls(Rows.of(job.mesh, len(mine)).gather(mine).unique(), are_all=False)  # replicas know the same

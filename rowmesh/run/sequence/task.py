@@ -325,7 +325,7 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _problems_of_dynamic(options: SequenceOptions, table: TableConfig) -> Iterator[str]:
-    if table.storage != "dynamic":
+    if not table.takes_any_id:
         if options.item_ids == "raw":
             yield (
                 f"model.options.item_ids='raw' with tables.storage={table.storage!r} cannot be: its rows have numbers, "
