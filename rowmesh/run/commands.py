@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rowmesh.run import phases
 from rowmesh.run.config import Config
-from rowmesh.run.console import STDOUT, Console
 from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.finished import FinishedRun
 from rowmesh.run.publications import Publications
@@ -27,7 +26,6 @@ def run_training(
     fits_threads: bool = False,
     at_end: phases.AtEnd | None = None,
     resume: Resume = "no",
-    console: Console = STDOUT,
 ) -> Evaluation | None:
     """Trains as configured, writes the model and returns the metrics on the test split, if there is one.
 
@@ -42,14 +40,13 @@ def run_training(
         at_end: what to do with the finished run.
         resume: whether to go on from the newest checkpoint in the run's folder: "latest", or "auto", which begins where
             there is none. Where the run is finished, nothing is done, and None returned.
-        console: prints what is done.
 
     Raises:
         Preempted: a signal came while the run writes checkpoints, and one is written.
     """
     task, choices = phases.choose_task(config, verify=verify)
     with (
-        phases.connected(task, console, fits_threads=fits_threads) as (mesh, console),
+        phases.connected(task, fits_threads=fits_threads) as (mesh, console),
         phases.claimed(task, mesh, console, overwrite=overwrite, resumes=resume != "no") as claim,
     ):
         start = phases.find_start(task, mesh, claim, resume, overwrite=overwrite)
@@ -79,7 +76,6 @@ def run_evaluation(
     fits_threads: bool = False,
     at_end: phases.AtEnd | None = None,
     trust: bool = False,
-    console: Console = STDOUT,
 ) -> Evaluation:
     """Loads the model of a run and returns its metrics on a split (the run's test split by default).
 
@@ -94,7 +90,6 @@ def run_evaluation(
         fits_threads: as for `run_training`.
         at_end: what to do with the evaluated run.
         trust: import the module of an own model that the folder names, also where no run of this user left the folder.
-        console: prints what is done.
 
     Raises:
         RowmeshError: there is no model, it is damaged, no such data or split, or the data have another vocabulary.
@@ -102,7 +97,7 @@ def run_evaluation(
     finished = FinishedRun.open(folder)
     task = phases.reopen_task(finished, overrides, verify=verify, trust=trust)
     split = task.check_split("--split", split) if split else task.check_split("data.test", task.config.data.test)
-    with phases.connected(task, console, fits_threads=fits_threads) as (mesh, console):
+    with phases.connected(task, fits_threads=fits_threads) as (mesh, console):
         phases.check_meaning(finished, task, mesh, console, accept=other_vocabulary)
         with phases.loaded(finished, task, mesh, verify=verify) as job:
             phases.describe_model(finished, task, job, console, verify=verify)

@@ -16,12 +16,13 @@ from rowmesh.mesh.synchronization import Mode, Synchronization
 from rowmesh.models.named import NAMED
 from rowmesh.models.sequence import KINDS
 from rowmesh.models.two_tower import IN_BATCH
+from rowmesh.pipeline import Pipeline
 from rowmesh.pipeline.cutter import Clustering, Sizes
 from rowmesh.placement.request import Objective as PlanObjective
 from rowmesh.placement.request import Request
 from rowmesh.run.checkpoint_config import CheckpointConfig
 from rowmesh.run.publish_config import PublishConfig
-from rowmesh.run.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section, Source
+from rowmesh.run.section import AUTO, Auto, Count, Factor, Folder, Positive, Rate, Section, Source, default_of
 from rowmesh.run.sequence.options import SequenceOptions
 from rowmesh.run.table_config import TablesConfig
 from rowmesh.tables import Tiers
@@ -334,7 +335,7 @@ class PipelineConfig(Section):
 
     Attributes:
         depth: batches that are read, routed and requested from the owners of their rows ahead; auto: chosen by measured
-            first steps.
+            first steps. 0, and not the pipeline's 1, by default: a run has no pipeline where none is asked for.
         micro_batches: parts in which a batch is computed while rows come and gradients go; auto: likewise.
         exchange, final_rows, verify: see `rowmesh.Pipeline`. naive is for a CPU; in messages it adds gradients up in
             another order, so that transports agree to 1e-6 and not to the bit.
@@ -348,14 +349,14 @@ class PipelineConfig(Section):
     """
 
     depth: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 0
-    micro_batches: Annotated[int, Field(ge=1, le=31)] | Literal["auto"] = 1
-    exchange: Literal["delta", "naive", "unsplit"] = "delta"
-    final_rows: bool = True
-    sizes: Sizes = "even"
+    micro_batches: Annotated[int, Field(ge=1, le=31)] | Literal["auto"] = default_of(Pipeline, "micro_batches")
+    exchange: Literal["delta", "naive", "unsplit"] = default_of(Pipeline, "exchange")
+    final_rows: bool = default_of(Pipeline, "final_rows")
+    sizes: Sizes = default_of(Pipeline, "sizes")
     communication_share: Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"] = 0.4
-    clustering: Clustering = "off"
-    verify: bool = False
-    trace: bool = False
+    clustering: Clustering = default_of(Pipeline, "clustering")
+    verify: bool = default_of(Pipeline, "verify")
+    trace: bool = default_of(Pipeline, "trace")
 
     @model_validator(mode="after")
     def _cuts_batches(self) -> Self:

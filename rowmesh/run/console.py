@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rowmesh._support.files.printable import say
 from rowmesh.observe.lines import fitted
@@ -12,31 +12,24 @@ from rowmesh.observe.progress import Progress
 
 @dataclass(frozen=True)
 class Console:
-    """Prints to standard output, or nothing at all.
+    """Prints to standard output on rank 0, and nothing on other ranks.
 
     Attributes:
-        is_on: whether it prints.
+        rank: of the process.
 
     Example:
-        >>> Console().write("threads   1")
+        >>> Console(0).write("threads   1")
         threads   1
-        >>> Console(is_on=False).write("threads   1")
+        >>> Console(1).write("threads   1")
     """
 
-    is_on: bool = True
-
-    def of_rank(self, rank: int) -> Console:
-        """The console of a rank: rank 0 alone prints."""
-        return replace(self, is_on=self.is_on and rank == 0)
+    rank: int
 
     def write(self, *lines: str) -> None:
         """Prints lines, each cut where a terminal ends."""
-        if self.is_on and lines:
+        if self.rank == 0 and lines:
             say(*fitted(lines, sys.stdout))
 
     def progress(self, total: int | None, *, title: str = "train") -> Progress:
         """Shows how far something is, of `total` steps; None: nobody knows how many there are."""
-        return Progress(total, title=title, enabled=self.is_on)
-
-
-STDOUT = Console()
+        return Progress(total, title=title, enabled=self.rank == 0)

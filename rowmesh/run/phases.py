@@ -78,17 +78,16 @@ def choose_task(config: Config, *, verify: bool) -> tuple[Task, list[str]]:
 
 
 @contextmanager
-def connected(task: Task, console: Console, *, fits_threads: bool) -> Iterator[tuple[Mesh, Console]]:
+def connected(task: Task, *, fits_threads: bool) -> Iterator[tuple[Mesh, Console]]:
     """The ranks, and what this one prints, for the time of a block; a rank that is lost is named.
 
     Args:
         task: what the ranks come together for.
-        console: prints what is done.
         fits_threads: whether torch has this rank's share of the cores meanwhile.
     """
     threads = torch.get_num_threads()
     with Mesh.connect(task.config.parallel.timeout_s) as mesh, naming_lost_peers(mesh, SETTING_UP):
-        console = console.of_rank(mesh.rank)
+        console = Console(mesh.rank)
         try:
             if fits_threads and (said := fit_threads(mesh)):
                 console.write(f"threads   {said}")

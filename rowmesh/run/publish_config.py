@@ -7,7 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rowmesh.publish.opening import split_url
-from rowmesh.run.section import Count, Positive, Section
+from rowmesh.publish.publisher import Publisher
+from rowmesh.run.section import Count, Positive, Section, default_of
 from rowmesh.tables.dynamic.stores import Retry
 
 
@@ -25,8 +26,7 @@ class PublishConfig(Section):
             the environment.
         every_steps: steps between two versions; 0: none by steps.
         every_minutes: minutes between two versions, by the clock of rank 0; 0: none by time.
-        whole_every: of so many versions one has all rows, the others what changed and what is gone; 1: all are whole.
-        keep_last: how many of the newest can be read.
+        whole_every, keep_last: see `rowmesh.publish.Publisher`.
         on_failure: what a version that cannot be published does: a line, and training goes on (continue), or the run
             ends (stop).
         retry_s: seconds for which a server that does not answer is asked again; training waits.
@@ -35,8 +35,8 @@ class PublishConfig(Section):
     to: Annotated[str, AfterValidator(_target)] = ""
     every_steps: Count = 0
     every_minutes: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = 0.0
-    whole_every: Positive = 10
-    keep_last: Positive = 3
+    whole_every: Positive = default_of(Publisher, "whole_every")
+    keep_last: Positive = default_of(Publisher, "keep_last")
     on_failure: Literal["continue", "stop"] = "continue"
     retry_s: Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)] = Retry.for_s
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -36,6 +36,17 @@ class Section(BaseModel):
     """A TOML table: unknown keys are errors, values are not converted between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def default_of(kind: Callable[..., object], argument: str) -> Any:
+    """The default of an argument of a class of the library, for the key of the same name.
+
+    >>> default_of(Section.model_dump_json, "indent") is None
+    True
+    """
+    default = signature(kind).parameters[argument].default
+    assert default is not Parameter.empty, f"{kind} has no default of {argument}"
+    return default
 
 
 def shared(section: Section, kind: Callable[..., object]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from rowmesh._support.suggest import hint
-from rowmesh.models.sequence.encoder import Scale
-from rowmesh.run.section import Factor, Positive, Section
+from rowmesh.models.sequence.encoder import Scale, SequenceEncoder
+from rowmesh.run.section import Factor, Positive, Section, default_of
 
 LossName = Literal["full_softmax", "sampled_softmax", "binary_cross_entropy"]
 SHARED_NEGATIVES = 128  # of HSTU's sampled softmax
@@ -41,14 +41,14 @@ class SequenceOptions(Section):
     num_heads: Positive = 1
     max_length: Positive = 50
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
-    scale: Scale = "longest"
-    request_time: bool = True
-    ffn_dim: Positive | None = None
-    time: Literal["power", "exponential"] | None = None
-    time_unit: Factor | None = None
+    scale: Scale = default_of(SequenceEncoder, "scale")
+    request_time: bool = default_of(SequenceEncoder, "request_time")
+    ffn_dim: Positive | None = default_of(SequenceEncoder, "ffn_dim")
+    time: Literal["power", "exponential"] | None = default_of(SequenceEncoder, "time")
+    time_unit: Factor | None = default_of(SequenceEncoder, "time_unit")
     item_ids: Literal["prepared", "raw"] = "prepared"
     side: list[str] | None = None
-    learned_positions: bool | None = None
+    learned_positions: bool | None = default_of(SequenceEncoder, "learned_positions")
     loss: LossName = "full_softmax"
     negatives: Positive | None = None
     shared_negatives: bool | None = None
