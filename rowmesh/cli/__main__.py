@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         console = _wide_enough()
         _, bound, _ = app.parse_args(words, exit_on_error=False, console=console)
         for path in _paths(bound.arguments.items()):
-            local_path(path, "the path")
+            local_path(_as_given(path, words), "the path")
         app(words, exit_on_error=False, result_action="return_value", console=console)
         if problem := lost():
             _complain(f"{problem}; what the command was to do is done")
@@ -132,6 +132,12 @@ def _paths(values: Iterable[Any]) -> Iterator[Path]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _paths(value)
+
+
+def _as_given(path: Path, words: Iterable[str]) -> str:
+    """The words that a path was made of, which makes a single slash of `//`."""
+    given = (word.partition("=")[2] if word.startswith("-") and "=" in word else word for word in words)
+    return next((word for word in given if Path(word) == path), str(path))
 
 
 def _interrupt_again(ignored: Any) -> None:

@@ -217,6 +217,10 @@ class FolderTarget:
             raise self._missing(number, self._of(number) / _NETWORK)
         return state
 
+    def network_place(self, number: int) -> str:
+        """See `Target`."""
+        return str(self._of(number) / _NETWORK)
+
     def open_rows(self, chain: Sequence[Generation]) -> Rows:
         """See `Target`."""
         tables: dict[str, TableRows] = {}

@@ -72,9 +72,10 @@ class PublishedReader:
             generation = Generation.read(newest, self._target.name)
             try:
                 state = self._target.network(generation.number)
-                verify_bytes(state, generation.network, f"the network of {self._target.name}", ADVICE)
+                place = self._target.network_place(generation.number)
+                verify_bytes(state, generation.network, place, ADVICE)
                 rows = self._target.open_rows(read_chain(self._target, generation))
-                return PinnedGeneration(generation=generation, rows=rows, state=state, missing=self._missing)
+                return PinnedGeneration(generation, rows, state, place, self._missing)
             except (StoreError, DataError):
                 again = self._target.newest()
                 if not left or again is None or Generation.read(again, self._target.name) == generation:
@@ -168,7 +169,7 @@ class PublishedReader:
             self._unpin(current)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PinnedGeneration:
     """One generation, whatever a reader refreshes to meanwhile; see `PublishedReader.pin`. Any number of threads.
 
@@ -176,12 +177,14 @@ class PinnedGeneration:
         generation: which one this is: number, step and tables.
         rows: of its tables.
         state: its network, as it was published.
+        network_place: the file or key that has it.
         missing: what unknown ids read, in place of what the tables say.
     """
 
     generation: Generation
     rows: Rows = field(repr=False)
     state: bytes = field(repr=False)
+    network_place: str
     missing: Missing | None
 
     def network(self) -> Mapping[str, Any]:
@@ -193,10 +196,16 @@ class PinnedGeneration:
         try:
             state = torch.load(io.BytesIO(self.state), map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many kinds on damaged files
-            raise StoreError(_damaged_network(str(error) or type(error).__name__)) from None
+            raise StoreError(self._damaged_network(str(error) or type(error).__name__)) from None
         if not isinstance(state, Mapping):
-            raise StoreError(_damaged_network(f"it holds {type(state).__name__}, no state dictionary"))
+            raise StoreError(self._damaged_network(f"it holds {type(state).__name__}, no state dictionary"))
         return state
+
+    def _damaged_network(self, why: str) -> str:
+        return (
+            f"the published network in {self.network_place} cannot be read: {why.splitlines()[0]}; the next generation "
+            "replaces it"
+        )
 
     def look_up(self, table: str, ids: ArrayLike) -> np.ndarray:
         """The vectors of ids; see `PublishedReader.look_up`."""
@@ -242,7 +251,3 @@ def _int64(table: str, ids: ArrayLike) -> NDArray[np.int64]:
     if given.dtype == np.uint64 and len(given) and given.max() > np.iinfo(np.int64).max:
         raise DataError(f"ids of table {table!r} must be {_IDS}, got {given.max()}, which int64 does not hold")
     return given.astype(np.int64, copy=False)
-
-
-def _damaged_network(why: str) -> str:
-    return f"the published network cannot be read: {why.splitlines()[0]}; the next generation replaces it"

@@ -112,6 +112,10 @@ class RedisTarget:
             raise DamagedFileError(f"{self.name}: the network of generation {number} is missing; {ADVICE}")
         return state
 
+    def network_place(self, number: int) -> str:
+        """See `Target`."""
+        return f"{self.key(number, 'network')} of {self.name}"
+
     def open_rows(self, chain: Sequence[Generation]) -> Rows:
         """See `Target`."""
         rows = _Rows(self, self._connection, chain)

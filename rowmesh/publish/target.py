@@ -113,6 +113,10 @@ class Target(Protocol):
         """The network of a generation."""
         ...
 
+    def network_place(self, number: int) -> str:
+        """The file or key that has the network of a generation, for messages."""
+        ...
+
     def open_rows(self, chain: Sequence[Generation]) -> Rows:
         """The rows of a generation.
 

@@ -104,6 +104,14 @@ def test_rows_that_are_missing_or_of_another_table_are_refused(tmp_path, kind, n
     assert outcome(url, expected) == "right"
 
 
+def test_the_file_of_a_cut_network_is_named(tmp_path):
+    publish(f"parquet:{tmp_path}/published")
+    path = tmp_path / "published" / "00000002" / "network.pt"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=rf"{path} has [\d,]+ bytes where [\d,]+ were written"):
+        PublishedReader(open_target(f"parquet:{tmp_path}/published"))
+
+
 def test_a_file_says_whose_rows_it_has(tmp_path):
     import pyarrow.parquet as pq
 

@@ -389,7 +389,8 @@ class Resolver:
         if ahead := len(self.pins.ahead):
             raise RowmeshError(
                 f"a pipeline has opened {ahead} batch(es) ahead, which the index of dynamic tables knows already: "
-                f"{what} when its loop over `windows` has ended"
+                f"{what} when its loop over `windows` has ended and nothing holds its batches, as the traceback of an "
+                "error in it may"
             )
 
     def statistics(self, table: str, ids: np.ndarray) -> Statistics:
