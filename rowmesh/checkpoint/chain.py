@@ -84,7 +84,7 @@ def _parent(child: Link, place: Path) -> Link:
     if not is_same and (manifest.parent is not None or manifest.replaces != wanted.identity):
         raise DamagedCheckpointError(
             f"{what}, but of another one than {place}: of files {wanted.identity.folder}, digest "
-            f"{wanted.identity.digest or 'none'}, and not {manifest.folder}, {manifest.digest or 'none'}; restore that "
+            f"{wanted.identity.digest}, and not {manifest.folder}, {manifest.digest}; restore that "
             "one from a copy, or take an older checkpoint"
         )
     if (own := _shapes(child.manifest)) != (other := _shapes(manifest)):

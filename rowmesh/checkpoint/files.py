@@ -20,7 +20,6 @@ from rowmesh.checkpoint.manifest import DENSE, Manifest, as_numpy
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, DamagedFileError, UnreadableError
 
 ADVICE = "restore the file from a copy, or train again; --no-verify (verify=False) reads it as it is"
-UNVERIFIABLE = "has no checksums, since an earlier version wrote it: what is read of it is not verified"
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 
 
@@ -39,7 +38,7 @@ class SavedFiles:
     Args:
         folder: the checkpoint.
         manifest: of the checkpoint.
-        verify: compare what is read with the manifest's checksums, where it has some.
+        verify: compare what is read with the manifest's checksums.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, *, verify: bool = True) -> None:

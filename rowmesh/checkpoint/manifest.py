@@ -144,7 +144,7 @@ class KnownPart:
         num_demoted: ids whose records are in a store; those in fast memory are apart from them. In an increment those
             that came to it.
         num_demoted_removed: in an increment, how many ids left the store.
-        seed: of the rows from which ids start; None: an earlier version wrote it.
+        seed: of the rows from which ids start.
     """
 
     rank: Count
@@ -157,7 +157,7 @@ class KnownPart:
     num_removed: Count = 0
     num_demoted: Count = 0
     num_demoted_removed: Count = 0
-    seed: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ class KnownEntry:
 
     @property
     def seed(self) -> int | None:
-        """Seed of the rows from which ids start, equal in all parts; None where it is not known."""
-        return self.parts[0].seed if self.parts else None
+        """Seed of the rows from which ids start, equal in all parts."""
+        return self.parts[0].seed
 
 
 @dataclass(frozen=True)
@@ -257,10 +257,10 @@ class Manifest:
         world_size: how many ranks wrote it.
         tables: by name.
         metadata: of the caller.
-        checksums: by file name; none where an earlier version wrote it.
+        checksums: by file name.
         parent: of an increment; None: it is full.
         replaces: the increment that was made a full one of; those that add to it add to this one.
-        digest: of the text that it was read from; "" where it was not read, or had none.
+        digest: of the text that it was read from; "" where it was not read.
     """
 
     folder: str
@@ -304,14 +304,19 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise DamagedCheckpointError(f"{path} is no checkpoint manifest: {type(error).__name__} {error}") from None
         try:
-            found = values.pop(OWN_SUM, None) if isinstance(values, dict) else None  # earlier versions wrote none
-            if found not in (None, own_sum(values)):
+            found = values.pop(OWN_SUM, None)
+            if found is None:
+                raise DamagedCheckpointError(
+                    f"{path} is damaged, or no checkpoint manifest: {OWN_SUM} is missing, the checksum of the other "
+                    f"keys; {_ADVICE}"
+                )
+            if found != own_sum(values):
                 raise DamagedCheckpointError(f"{path} is damaged: {OWN_SUM} is not that of the other keys; {_ADVICE}")
             if values["format"] not in range(FORMAT, DEMOTED_INCREMENT_FORMAT + 1):
                 raise CheckpointError(
                     f"{path} has format {values['format']!r}; this rowmesh reads 1 to {DEMOTED_INCREMENT_FORMAT}"
                 )
-            values["digest"] = found or ""
+            values["digest"] = found
             manifest = _ADAPTER.validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             detail = error.errors()[0]
@@ -344,7 +349,7 @@ class Manifest:
         names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
         if twice := [(name, count) for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"{twice[0][0]} is named {twice[0][1]} times, and every file has a use of its own")
-        if self.checksums and (lacking := [name for name in names if name not in self.checksums]):
+        if lacking := [name for name in names if name not in self.checksums]:
             raise ValueError(f"there is no checksum of {lacking[0]}")
 
 

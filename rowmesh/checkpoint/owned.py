@@ -80,10 +80,6 @@ def remove_files(folder: Path, keep: str = "") -> None:
                 path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if re.fullmatch(rf"{re.escape(MANIFEST)}\.{FOLDER_PATTERN}", path.name):  # of a writer of earlier versions
-                path.unlink()
 
 
 def _has_own_manifest(folder: Path) -> bool:

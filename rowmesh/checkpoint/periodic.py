@@ -155,11 +155,16 @@ class Checkpoints:
             except CheckpointError as error:
                 text = f"cannot go on from {self._series.at(step)}, which is not known to be damaged: {error}"
                 raise type(error)(f"{text}. No checkpoint was removed") from error
+            states = saved.pop(RANDOM_STATES, None)
+            if not states:
+                raise CheckpointError(
+                    f"cannot go on from {self._series.at(step)}, which no loop wrote: random states are missing; read "
+                    "it with rowmesh.load, and give another folder"
+                )
             on_rank_0(mesh, FINDING, lambda step=step: self._series.remove_after(step))
             self._writer.last = self._tried = step
             self._may_write = True
-            if states := saved.pop(RANDOM_STATES, None):  # those of earlier versions have none
-                set_random_states(states[mesh.rank % len(states)], self._device)
+            set_random_states(states[mesh.rank % len(states)], self._device)
             return saved
         if reasons:
             raise CheckpointError("; ".join(reasons))

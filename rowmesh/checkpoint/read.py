@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rowmesh.checkpoint.chain import SavedTable, read_chain
-from rowmesh.checkpoint.files import UNVERIFIABLE, SavedFiles
+from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import known_entry, saved_shards
 from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_numpy, dtype_name
 from rowmesh.errors import CheckpointError
@@ -43,8 +43,6 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     """
     chain = read_chain(folder)
     manifest = chain[0].manifest
-    if verify and not all(link.manifest.checksums for link in chain):
-        logger.info("the model in %s %s", folder, UNVERIFIABLE)
     files = [SavedFiles(*link, verify=verify) for link in chain]
     _check_names(manifest, embeddings, folder)
     embeddings.forget_differences()
@@ -74,7 +72,7 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
 def _reseeded(shard: DynamicShard, entry: TableEntry) -> dict[str, tuple[int, int]]:
     """The seed that was saved and the own one by table, where they differ; only one rank of all says so of a table."""
     saved, own = known_entry(entry).seed, None if shard.logical is None else shard.logical.seed
-    if saved is None or own is None or saved == own:
+    if own is None or saved == own:
         return {}
     return {shard.spec.name: (saved, own)} if shard.replica == 0 and 0 in shard.shards else {}
 

@@ -154,8 +154,6 @@ def verify(folder: Path) -> tuple[int, int]:
         CheckpointError: a file is missing or damaged, names it, and the bytes; or what it adds to is.
     """
     manifest = read_chain(folder)[0].manifest
-    if not manifest.checksums:
-        raise CheckpointError(f"{folder} has no checksums, since an earlier version wrote it")
     count, num_bytes = SavedFiles(folder, manifest).verify()
     if (folder / BEST / MANIFEST).exists():
         of_best = verify(folder / BEST)

@@ -100,7 +100,7 @@ def run_evaluation(
     with phases.connected(task, fits_threads=fits_threads) as (mesh, console):
         phases.check_meaning(finished, task, mesh, console, accept=other_vocabulary)
         with phases.loaded(finished, task, mesh, verify=verify) as job:
-            phases.describe_model(finished, task, job, console, verify=verify)
+            phases.describe_model(finished, task, job, console)
             metrics = phases.evaluate(job, task, finished.folder, split, finished.config.data, console)
             phases.end(job, finished.folder, at_end, console)
             return metrics

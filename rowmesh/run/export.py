@@ -84,8 +84,8 @@ def export(
         overwrite: replace a folder that an earlier export wrote.
         progress: called with what is being written, and the share that is done.
         verify: compare what is read of the model and of the data with their checksums; False reads damaged files too.
-        log: receives a line for the model that is the best of its run, and for each of the model and the data that is
-            not verified, with the reason; by default rowmesh's log.
+        log: receives a line for the model that is the best of its run, and for data that are not verified, with the
+            reason; by default rowmesh's log.
 
     Raises:
         RowmeshError: there is no model, it is damaged, rows of it are not finite, there is no such table, the data are
@@ -95,7 +95,7 @@ def export(
     folder, manifest = finished.folder, finished.manifest
     chosen = _choose(tables, manifest)
     prepared = finished.data(data, verify=verify)
-    for line in finished.remarks(prepared, verify=verify):
+    for line in finished.remarks(prepared):
         log(line)
     request = {"run": str(run.absolute()), "tables": chosen, "steps": manifest.metadata.get("steps")}
     with replacing_folder(out, kind=EXPORT, request=request, overwrite=overwrite) as partial:

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 
 from rowmesh import checkpoint
-from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.data import Prepared
 from rowmesh.data.raw import RawData
 from rowmesh.errors import DataError, RowmeshError
@@ -86,12 +85,10 @@ class FinishedRun:
                 f"{error}; where the data of the training were moved, say where to with --data"
             ) from None
 
-    def remarks(self, data: Prepared | RawData, *, verify: bool = True) -> Iterator[str]:
-        """Lines on which model it is where the run chose one of several, and on what is read without verification."""
+    def remarks(self, data: Prepared | RawData) -> Iterator[str]:
+        """Lines on which model it is where the run chose one of several, and on data that are not verified."""
         if "is_best" in self.manifest.metadata:
             yield f"model     {self.folder.model}, {model_text(self.manifest.metadata)}"
-        if verify and not self.manifest.checksums:
-            yield f"model     {self.folder.model} {UNVERIFIABLE}"
         if data.verification and isinstance(data, Prepared):
             yield f"data      {data.folder}: {data.verification}"
 

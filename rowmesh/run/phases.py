@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from rowmesh.checkpoint.files import UNVERIFIABLE
 from rowmesh.checkpoint.series import Series
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
@@ -342,10 +341,9 @@ def loaded(finished: FinishedRun, task: Task, mesh: Mesh, *, verify: bool) -> It
         yield job
 
 
-def describe_model(finished: FinishedRun, task: Task, job: Job, console: Console, *, verify: bool) -> None:
+def describe_model(finished: FinishedRun, task: Task, job: Job, console: Console) -> None:
     """Prints what is evaluated on what."""
     run, manifest = finished.folder, finished.manifest
-    console.write(*([] if manifest.checksums or not verify else [f"model     {run.model} {UNVERIFIABLE}"]))
     console.write(*describe(job, task), f"model     {run.model}, {model_text(manifest.metadata)}")
 
 

@@ -82,8 +82,7 @@ def predict(
         verify: compare what is read of the model and of the data with their checksums.
         trust: import the module of an own model that the folder names, also where no run of this user left the folder.
         progress: called with what is being done, and the share that is done.
-        log: receives a line for the model that is the best of its run, and for each of the model and the data that is
-            not verified.
+        log: receives a line for the model that is the best of its run, and for data that are not verified.
 
     Raises:
         RowmeshError: there is no model, it is damaged, the data are not those of the training, the file lacks a column
@@ -92,7 +91,7 @@ def predict(
     _check_arguments(file, out, keep, max_bad_rows, overwrite)
     finished = FinishedRun.open(run)
     prepared = finished.scored_data(data, verify=verify)
-    for line in finished.remarks(prepared, verify=verify):
+    for line in finished.remarks(prepared):
         log(line)
     schema = prepared.schema.for_scoring(keep, has_label=has_label)
     model = load_finished(finished, prepared, verify=verify, trust=trust)

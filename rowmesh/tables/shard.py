@@ -62,7 +62,7 @@ class LogicalShards(NamedTuple):
 
     shards: range
     step: int
-    seed: int | None
+    seed: int
 
 
 class Rows(Protocol):

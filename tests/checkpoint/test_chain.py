@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -13,12 +12,11 @@ import torch
 from hypothesis import given, settings
 
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
-from rowmesh._support.files.manifest import OWN_SUM, own_sum
 from rowmesh.checkpoint import CheckpointError, read_manifest
 from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
 from rowmesh.checkpoint.changes import Changes
 from rowmesh.checkpoint.compact import compact
-from rowmesh.checkpoint.manifest import Manifest, Parent
+from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.rows import SavedRows
 from rowmesh.checkpoint.series import Series, verify
 from rowmesh.checkpoint.snapshot import Snapshot
@@ -26,7 +24,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.placement import RowRange
 from rowmesh.tables.shard import Changed
 from tests.checkpoint.test_snapshot import PLAIN, Training, cases, tables_of
-from tests.support.prepared import forget_own_sum
+from tests.support.prepared import change_manifest
 from tests.support.shards import shard_of
 from tests.support.slowed import slowed
 
@@ -223,10 +221,7 @@ def test_a_wrong_parent_is_refused(trained):
 
 def test_a_parent_of_another_digest_is_refused(trained):
     path = trained.at(3) / "manifest.json"
-    values = json.loads(path.read_text())
-    del values[OWN_SUM]
-    values["metadata"] = {"other": 1}
-    path.write_text(json.dumps({**values, OWN_SUM: own_sum(values)}))
+    change_manifest(path, lambda values: values.update(metadata={"other": 1}))
     with pytest.raises(CheckpointError, match=r"increment of step 3, but of another one"):
         load(trained.at(5))
 
@@ -245,10 +240,7 @@ def test_a_damaged_parent_is_refused(trained):
 
 def changed_manifest(folder, change):
     """The manifest of a checkpoint with other values."""
-    path = forget_own_sum(folder / "manifest.json")
-    values = json.loads(path.read_text())
-    change(values)
-    return Manifest.from_json(json.dumps(values), path)
+    return read_manifest(change_manifest(folder / "manifest.json", change).parent)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import logging
 import os
 import random
@@ -21,7 +20,6 @@ import torch
 import rowmesh
 from rowmesh import Adam, Checkpoints, EmbeddingCollection, Normal, RowWiseAdaGrad, SparseBatch, TableSpec
 from rowmesh._support.faults import arm
-from rowmesh._support.files.manifest import own_sum
 from rowmesh.checkpoint import read_manifest
 from rowmesh.checkpoint.series import Series
 from rowmesh.cli import checkpoint
@@ -30,6 +28,7 @@ from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError, Un
 from rowmesh.mesh import Mesh
 from rowmesh.tables import Dynamic
 from tests.checkpoint.test_saving import STORED, Job, assert_same
+from tests.support.prepared import change_manifest
 from tests.support.ranks import RankPool
 
 STEPS = 12
@@ -256,11 +255,18 @@ def test_one_that_does_not_fit_is_an_error_and_stays(tmp_path, change):
         assert checkpoints.last == 3
 
 
+def test_what_no_loop_wrote_is_not_gone_on_from(tmp_path):
+    rowmesh.save(Series(tmp_path).at(3), {"tables": one_table()})
+    with (
+        Checkpoints(tmp_path, {"tables": one_table()}) as checkpoints,
+        pytest.raises(CheckpointError, match=r"step-000000003, which no loop wrote: random states are missing"),
+    ):
+        checkpoints.resume()
+    assert Series(tmp_path).steps() == [3]
+
+
 def of_a_later_version(manifest):
-    values = json.loads(manifest.read_text())
-    del values["xxh3_64"]
-    values["format"] = 99
-    manifest.write_text(json.dumps({**values, "xxh3_64": own_sum(values)}))
+    change_manifest(manifest, lambda values: values.update(format=99))
 
 
 @pytest.mark.parametrize("step", [2, 3])  # the newest, and what it adds to

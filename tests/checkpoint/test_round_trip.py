@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import resource
@@ -15,12 +14,13 @@ from hypothesis import given
 from rowmesh._support.files.checksums import checksums_of
 from rowmesh.checkpoint import CheckpointError, load, new_files, read_manifest, save, write
 from rowmesh.checkpoint.rows import SavedRows
+from rowmesh.errors import DamagedCheckpointError
 from rowmesh.ops.ranges import intersect
 from rowmesh.tables.shard import LocalRows, TableShard
 from rowmesh.tables.spec import TableSpec
 from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
 from tests.support.at_once import at_once
-from tests.support.prepared import forget_own_sum
+from tests.support.prepared import change_manifest
 
 TABLES = [
     TableSpec(name="user/country", num_rows=37, dim=3, optimizer=RowWiseAdaGrad()),
@@ -230,7 +230,6 @@ def test_an_interrupted_write_leaves_the_old_model(saved, monkeypatch, at):
 
 def test_what_a_killed_write_left_is_removed(saved):
     (saved / "0123456789abcdef").mkdir()
-    (saved / "manifest.json.0123456789abcdef").write_text("{")
     save(saved, Cyclic(TABLES), DENSE)
     assert len(list(saved.iterdir())) == 2
 
@@ -289,10 +288,7 @@ def test_no_checkpoint(tmp_path):
 
 
 def test_rows_in_no_file(saved):
-    path = forget_own_sum(saved / "manifest.json")
-    manifest = json.loads(path.read_text())
-    manifest["tables"]["item"]["parts"] = []
-    path.write_text(json.dumps(manifest))
+    change_manifest(saved / "manifest.json", lambda values: values["tables"]["item"].update(parts=[]))
     with pytest.raises(CheckpointError, match="table 'item': files hold 0 rows where each of 64 must be in exactly"):
         load(saved, Cyclic(TABLES))
 
@@ -361,18 +357,13 @@ def test_damaged_rows_can_be_read_on_purpose(saved):
     assert not actual.equals(Cyclic(TABLES).fill())
 
 
-def test_models_of_before_have_no_checksums_and_are_read(saved, caplog):
-    path = forget_own_sum(saved / "manifest.json")
-    manifest = json.loads(path.read_text())
-    del manifest["checksums"]
-    path.write_text(json.dumps(manifest))
-    actual = Cyclic(TABLES)
-    with caplog.at_level("INFO", "rowmesh"):
-        load(saved, actual)
-    assert actual.equals(Cyclic(TABLES).fill())
-    assert [record.message for record in caplog.records] == [
-        f"the model in {saved} has no checksums, since an earlier version wrote it: what is read of it is not verified"
-    ]
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_model_without_checksums_is_damaged(saved, verify):
+    change_manifest(saved / "manifest.json", lambda values: values.pop("checksums"))
+    with pytest.raises(
+        DamagedCheckpointError, match=r"no checksum of dense\.pt; restore it from a copy, or train again"
+    ):
+        load(saved, Cyclic(TABLES), verify=verify)
 
 
 def test_sums_need_no_second_reading(saved):

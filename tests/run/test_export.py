@@ -20,7 +20,6 @@ from rowmesh.run.resolve import resolve
 from rowmesh.tables import TensorTrain
 from tests.support.clicks import write_config
 from tests.support.cooccurrence import BATCH, draw_batches, prepare_batches
-from tests.support.prepared import forget_own_sum
 
 
 @pytest.fixture(scope="module")
@@ -154,22 +153,6 @@ def test_damaged_data_can_be_read_on_purpose(both, tmp_path, given):
     said = []
     export(run, tmp_path / "out", data=where, verify=False, log=said.append)
     assert said == [f"data      {data.folder}: not verified, as asked for"]
-
-
-def test_what_has_no_checksums_is_said(both, tmp_path, capsys):
-    data = Prepared.open(shutil.copytree(both[0].folder, tmp_path / "data"))
-    run = make_run(tmp_path / "run", data, item_table(data))
-    said = []
-    export(run, tmp_path / "out", log=said.append)
-    assert said == []
-    path = forget_own_sum(run / "model" / "manifest.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"checksums": {}}))
-    with pytest.raises(SystemExit, match="0"):
-        main(["export", str(run), "--out", str(tmp_path / "other")])
-    assert capsys.readouterr().out.splitlines()[0] == (
-        f"model     {run / 'model'} has no checksums, since an earlier version wrote it: what is read of it is not "
-        "verified"
-    )
 
 
 def test_data_that_were_moved(both, tmp_path):

@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ import pytest
 from rowmesh import checkpoint
 from rowmesh._support import json_lines
 from rowmesh._support.faults import arm
-from rowmesh._support.files.manifest import OWN_SUM, own_sum
 from rowmesh.checkpoint.manifest import MANIFEST
 from rowmesh.checkpoint.series import BEST, Series
 from rowmesh.errors import CheckpointError, ConfigurationError, RowmeshError, UnreadableError
@@ -22,6 +20,7 @@ from rowmesh.run.resolve import resolve
 from tests.support.killed_runs import model_of
 from tests.support.lives import Lives
 from tests.support.modes import options_of, prepare_job
+from tests.support.prepared import change_manifest
 
 SHORT = ["train.steps=6", "checkpoint.every_steps=2", "train.log_every=2"]
 
@@ -118,21 +117,13 @@ def test_a_checkpoint_that_the_system_refuses_to_read_stays(config_file, tmp_pat
 
 
 def of_a_later_version(series):
-    path = series.at(4) / MANIFEST
-    values = json.loads(path.read_text())
-    del values[OWN_SUM]
-    values["format"] = 99
-    path.write_text(json.dumps(values | {OWN_SUM: own_sum(values)}))
+    change_manifest(series.at(4) / MANIFEST, lambda values: values.update(format=99))
     return r"step-000000004.* has format 99"
 
 
 def without_an_optimizer_state(series):
     """Whole, and of no use to this model."""
-    path = series.at(4) / MANIFEST
-    values = json.loads(path.read_text())
-    del values[OWN_SUM]
-    del values["tables"]["C1"]["parts"][0]["files"]["sum"]
-    path.write_text(json.dumps(values | {OWN_SUM: own_sum(values)}))
+    change_manifest(series.at(4) / MANIFEST, lambda values: values["tables"]["C1"]["parts"][0]["files"].pop("sum"))
     return r"cannot go on from .*step-000000004, .* has no state 'sum'. No checkpoint was removed"
 
 

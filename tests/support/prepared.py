@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rowmesh._support.files.checksums import checksums_of
-from rowmesh._support.files.manifest import Manifest
+from rowmesh._support.files.manifest import OWN_SUM, Manifest, own_sum
 
 
 def renew_checksums(folder: Path) -> Path:
@@ -19,9 +21,17 @@ def renew_checksums(folder: Path) -> Path:
     return folder
 
 
-def forget_own_sum(path: Path) -> Path:
-    """Makes a manifest one without a checksum of itself, so that it can be changed; returns its path."""
+def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Changes the values of a manifest, whose checksum is that of the new ones; returns its path."""
     values = json.loads(path.read_text())
-    values.pop("xxh3_64", None)
-    path.write_text(json.dumps(values))
+    change(values)
+    path.write_text(sealed(values))
     return path
+
+
+def sealed(values: Any) -> str:
+    """The text of a manifest, whose checksum fits, whatever the values are."""
+    if isinstance(values, dict):
+        values = {name: value for name, value in values.items() if name != OWN_SUM}
+        values[OWN_SUM] = own_sum(values)
+    return json.dumps(values)
