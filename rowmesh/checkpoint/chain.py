@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rowmesh._support.files.regular import read_regular
+from rowmesh.checkpoint.entries import Part, TableEntry
 from rowmesh.checkpoint.files import SavedArray, SavedFiles, cannot_read
-from rowmesh.checkpoint.manifest import MANIFEST, Manifest, Part, TableEntry, as_numpy, step_name
+from rowmesh.checkpoint.manifest import MANIFEST, Manifest, as_numpy, step_name
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, UnreadableError
 from rowmesh.ops.ranges import intersect
 from rowmesh.tables.shard import ROWS, row_dtype
@@ -105,15 +106,9 @@ def _is_missing(path: Path) -> bool:
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[object, ...]]:
     return {
-        name: (entry.num_rows, entry.dim, entry.dtype, entry.optimizer, _storage(entry))
+        name: (entry.num_rows, entry.dim, entry.dtype, entry.optimizer, entry.content.text)
         for name, entry in manifest.tables.items()
     }
-
-
-def _storage(entry: TableEntry) -> str:
-    if entry.known is not None:
-        return f"dynamic with {', '.join(f'{name} {value}' for name, value in sorted(entry.known.rules.items()))}"
-    return "rows" if entry.cores is None else "cores"
 
 
 class SavedTable:

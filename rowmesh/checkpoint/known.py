@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rowmesh.checkpoint.entries import KnownEntry, KnownPart, TableEntry
 from rowmesh.checkpoint.files import SavedArray, SavedFiles
-from rowmesh.checkpoint.manifest import KnownEntry, KnownPart, TableEntry
 from rowmesh.errors import DamagedCheckpointError
 from rowmesh.tables.dynamic import demoted_records as demoted
 from rowmesh.tables.dynamic.records import NOW, OF_CANDIDATES, OF_IDS, REMOVED, SIZES, SKETCH, TIMES
@@ -297,14 +297,14 @@ def saved_shards(
     """
     links = []
     for entry, of in zip(entries, files, strict=True):
-        links.append([SavedPart(table, entry, part, of, forms or {}) for part in known_entry(entry).parts])
+        links.append([SavedPart(table, entry, part, of, forms or {}) for part in _known(entry).parts])
     if len(links) == 1:
         return links[0]
-    rules = known_entry(entries[0]).rules
+    rules = _known(entries[0]).rules
     wanted = range(int(rules["shards"])) if shards is None else shards
     return [MergedShards(table, links, wanted, in_order=bool(rules.get("store_capacity")))]
 
 
-def known_entry(entry: TableEntry) -> KnownEntry:
+def _known(entry: TableEntry) -> KnownEntry:
     assert entry.known is not None
     return entry.known

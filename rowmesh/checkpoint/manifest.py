@@ -40,176 +40,34 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy.typing as npt
 import torch
-from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic import PlainValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
 from rowmesh._support.files.checksums import Checksums
 from rowmesh._support.files.manifest import OWN_SUM, own_sum
 from rowmesh._support.files.names import file_stem
+from rowmesh.checkpoint.entries import (
+    DEMOTED_INCREMENT_FORMAT,
+    FORMAT,
+    KNOWN_FORMAT,
+    Count,
+    Positive,
+    TableEntry,
+)
 from rowmesh.errors import CheckpointError, DamagedCheckpointError
-from rowmesh.tables.shard import ROWS, Form
 
-FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT, DEMOTED_INCREMENT_FORMAT = 1, 2, 3, 4, 5
-"""Of full ones, of increments, of both where there are dynamic tables, and of increments where these demote ids."""
 MANIFEST = "manifest.json"
 DENSE = "dense.pt"
 FOLDER_PATTERN = "[0-9a-f]{16}"
 _ADVICE = "restore it from a copy, or train again"
 _MOST_OF_TABLE = 200  # bytes of a file's name; rank and kind come after it
-_PRIME = 2**61 - 1
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Positive = Annotated[int, Field(ge=1, lt=2**63)]
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """The rows start, start + stride, … , count of them: the rows of one rank under a cyclic placement."""
-
-    start: Count
-    stride: Positive
-    count: Count
-
-    @classmethod
-    def of(cls, rows: range) -> RowRange:
-        """The same rows."""
-        return cls(rows.start, rows.step, len(rows))
-
-    @property
-    def stop(self) -> int:
-        """One past the last of the rows."""
-        return self.start + (self.count - 1) * self.stride + 1 if self.count else self.start
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows of one table that one rank wrote.
-
-    Attributes:
-        rank: the rank that wrote them.
-        ranges: the rows, in file order, one range after the other; none in an increment.
-        files: "values" and the names of optimizer states → file name; in an increment "rows" too.
-        num_changed: in an increment, how many rows are in its files.
-        num_removed: none: rows of a table are never gone.
-    """
-
-    rank: Count
-    ranges: tuple[RowRange, ...]
-    files: dict[str, str]
-    num_changed: Count = 0
-    num_removed: Count = 0
-
-    @property
-    def count(self) -> int:
-        """How many rows."""
-        return self.num_changed + sum(part.count for part in self.ranges)
-
-
-@dataclass(frozen=True)
-class CoresEntry:
-    """The cores of a tensor-train table.
-
-    Attributes:
-        row_factors, dim_factors, ranks: as in `TensorTrainShape`.
-        files: "core1" … "core3", and "core1.sum" for a state → file name.
-    """
-
-    row_factors: tuple[Positive, ...]
-    dim_factors: tuple[Positive, ...]
-    ranks: tuple[Positive, ...]
-    files: dict[str, str]
-
-
-@dataclass(frozen=True)
-class KnownPart:
-    """The logical shards of a dynamic table that one rank wrote.
-
-    Attributes:
-        rank: the rank that wrote them.
-        first: the first shard.
-        num_shards: how many, one after the other.
-        num_ids: that they know together; in an increment those that changed.
-        num_candidates: ids that they count and do not know yet.
-        step: how many batches the tables were given.
-        files: "values", the names of optimizer states and of what is known by id or shard → file name.
-        num_removed: in an increment, how many ids are gone (tombstones).
-        num_demoted: ids whose records are in a store; those in fast memory are apart from them. In an increment those
-            that came to it.
-        num_demoted_removed: in an increment, how many ids left the store.
-        seed: of the rows from which ids start.
-    """
-
-    rank: Count
-    first: Count
-    num_shards: Count
-    num_ids: Count
-    num_candidates: Count
-    step: Count
-    files: dict[str, str]
-    num_removed: Count = 0
-    num_demoted: Count = 0
-    num_demoted_removed: Count = 0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class KnownEntry:
-    """What a dynamic table knows.
-
-    Attributes:
-        rules: on which it depends.
-        parts: every shard is in one of them.
-    """
-
-    rules: dict[str, int | str]
-    parts: tuple[KnownPart, ...]
-
-    @property
-    def demotes(self) -> bool:
-        """Whether ids that leave fast memory are kept in a store."""
-        return self.rules.get("mode") == "demote"
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the rows from which ids start, equal in all parts."""
-        return self.parts[0].seed
-
-
-@dataclass(frozen=True)
-class TableEntry:
-    """One table: its shape, its update rule, and its parts; its cores where it is a tensor-train table; or what it
-    knows where it is a dynamic one, whose number of rows is its capacity.
-    """
-
-    num_rows: Positive
-    dim: Positive
-    dtype: str
-    optimizer: str
-    parts: tuple[Part, ...]
-    cores: CoresEntry | None = None
-    known: KnownEntry | None = None
-
-    @property
-    def form(self) -> Form:
-        """What finds an entry of the table."""
-        if self.known is not None:
-            return "ids"
-        return "rows" if self.cores is None else "cores"
-
-    @property
-    def files(self) -> list[str]:
-        """The names of all its files."""
-        owners: list[Part | CoresEntry | KnownPart] = [*self.parts, *([self.cores] if self.cores else [])]
-        owners += self.known.parts if self.known else ()
-        return [name for owner in owners for name in owner.files.values()]
 
 
 @dataclass(frozen=True)
@@ -338,15 +196,12 @@ class Manifest:
         if (self.format not in (FORMAT, KNOWN_FORMAT)) != (self.parent is not None):
             raise ValueError(f"format {self.format} is {'of increments' if self.parent is None else 'of full ones'}")
         for name, table in self.tables.items():
-            if strangers := [file for file in table.files if not _is_plain(file)]:
+            if strangers := [file for file in table.content.file_names if not _is_plain(file)]:
                 raise ValueError(f"table {name!r} has a file {strangers[0]!r}, which is no name of a file beside it")
             if not isinstance(dtype := getattr(torch, table.dtype, None), torch.dtype) or not dtype.is_floating_point:
                 raise ValueError(f"table {name!r} has dtype {table.dtype!r}, which is none of rows")
-            if table.known is not None:
-                _check_known(name, table.known, is_increment=self.parent is not None)
-            elif table.cores is None:
-                (_check_changed if self.parent else _check_rows)(name, table)
-        names = [DENSE, *(file for table in self.tables.values() for file in table.files)]
+            table.content.check(name, is_increment=self.parent is not None)
+        names = [DENSE, *(file for table in self.tables.values() for file in table.content.file_names)]
         if twice := [(name, count) for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"{twice[0][0]} is named {twice[0][1]} times, and every file has a use of its own")
         if lacking := [name for name in names if name not in self.checksums]:
@@ -372,11 +227,6 @@ def file_name(table: str, rank: int, kind: str) -> str:
     return f"{'%2E' + name[1:] if name.startswith('.') else name}.{rank}.{kind}.npy"
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def as_numpy(values: Tensor) -> npt.NDArray[Any]:
     """A view for files; NumPy has no bfloat16, whose bits are kept as int16."""
     values = values.detach()
@@ -386,72 +236,6 @@ def as_numpy(values: Tensor) -> npt.NDArray[Any]:
 def _is_plain(name: str) -> bool:
     """Whether it names a file of the folder itself."""
     return bool(name) and "/" not in name and "\0" not in name and not name.startswith(".")
-
-
-def _check_rows(name: str, table: TableEntry) -> None:
-    """Raises ValueError where a row is in no file, in two, or past the table."""
-    if not all("values" in part.files for part in table.parts):
-        raise ValueError(f"table {name!r} has a part without values")
-    if any(part.num_changed or part.num_removed for part in table.parts):
-        raise ValueError(f"table {name!r} has a part of an increment, and the checkpoint is full")
-    ranges = [bounds for part in table.parts for bounds in part.ranges]
-    if outside := [bounds for bounds in ranges if bounds.stop > table.num_rows]:
-        raise ValueError(f"table {name!r} has {table.num_rows} rows, and a file those up to {outside[0].stop - 1}")
-    found = sum(bounds.count for bounds in ranges)
-    if found != table.num_rows or not _are_all_rows(ranges, table.num_rows):
-        raise ValueError(
-            f"table {name!r}: files hold {found} rows where each of {table.num_rows} must be in exactly one"
-        )
-
-
-def _check_changed(name: str, table: TableEntry) -> None:
-    """Raises ValueError where a part is none of an increment; its rows are known when they are read."""
-    for part in table.parts:
-        if part.num_removed:
-            raise ValueError(f"table {name!r} has rows, and {part.num_removed} ids that are gone: it can have none")
-        if part.ranges or not {ROWS, "values"} <= set(part.files):
-            raise ValueError(f"table {name!r} has a part that does not say which rows changed")
-    if (found := sum(part.count for part in table.parts)) > table.num_rows:
-        raise ValueError(f"table {name!r} has {table.num_rows} rows, and {found} that changed")
-
-
-def _check_known(name: str, known: KnownEntry, *, is_increment: bool) -> None:
-    """Raises ValueError where a shard is in no part, or in two, or ids are gone of which nothing can be known."""
-    if any(("removed" in part.files) != is_increment for part in known.parts):
-        raise ValueError(
-            f"table {name!r} has a part that {'does not say' if is_increment else 'says'} which ids are gone"
-        )
-    if known.demotes and not all({"demoted_shards", "demoted_ids"} <= set(part.files) for part in known.parts):
-        raise ValueError(f"table {name!r} has a part that does not say which ids are demoted")
-    if any(("demoted_removed" in part.files) != (is_increment and known.demotes) for part in known.parts):
-        what = "does not say" if is_increment and known.demotes else "says"
-        raise ValueError(f"table {name!r} has a part that {what} which ids are not demoted any more")
-    shards = sorted(shard for part in known.parts for shard in range(part.first, part.first + part.num_shards))
-    if shards != list(range(len(shards))) or len(shards) != known.rules.get("shards"):
-        raise ValueError(f"table {name!r}: files hold shards {shards}, and it has {known.rules.get('shards')}")
-
-
-def _are_all_rows(ranges: Sequence[RowRange], num_rows: int) -> bool:
-    """Whether ranges have each of the rows 0 … num_rows − 1 once.
-
-    Compares Σ x^row over the ranges with that over all rows, at a random x modulo a prime: unequal sets of rows agree
-    with a probability of num_rows / 2⁶¹. Each range is a geometric series, so it takes no time by row.
-
-    >>> _are_all_rows([RowRange(0, 2, 5), RowRange(1, 2, 5)], 10)
-    True
-    >>> _are_all_rows([RowRange(0, 2, 5), RowRange(2, 2, 4), RowRange(1, 1, 1)], 10)
-    False
-    """
-    x = 2 + secrets.randbelow(_PRIME - 3)
-    return sum(_series(x, bounds) for bounds in ranges) % _PRIME == _series(x, RowRange(0, 1, num_rows))
-
-
-def _series(x: int, rows: RowRange) -> int:
-    """Σ x^row modulo the prime."""
-    ratio, first = pow(x, rows.stride, _PRIME), pow(x, rows.start, _PRIME)
-    if ratio == 1:
-        return first * rows.count % _PRIME
-    return first * (pow(ratio, rows.count, _PRIME) - 1) * pow(ratio - 1, -1, _PRIME) % _PRIME
 
 
 _ADAPTER = TypeAdapter(Manifest)

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from rowmesh.checkpoint.chain import SavedTable, read_chain
+from rowmesh.checkpoint.chain import read_chain
+from rowmesh.checkpoint.entries import TableEntry
 from rowmesh.checkpoint.files import SavedFiles
-from rowmesh.checkpoint.known import known_entry, saved_shards
-from rowmesh.checkpoint.manifest import CoresEntry, Manifest, TableEntry, as_numpy, dtype_name
+from rowmesh.checkpoint.manifest import Manifest
+from rowmesh.checkpoint.saved_tables import saved_table
 from rowmesh.errors import CheckpointError
-from rowmesh.exchange.resolve.known import no_state
-from rowmesh.tables.dynamic.records import facts_of
-from rowmesh.tables.dynamic.table_shard import DynamicShard
-from rowmesh.tables.shard import LocalRows, RowHolder, TableShard
-from rowmesh.tables.spec import TableSpec
+from rowmesh.tables.shard import RowHolder, TableShard
 
 logger = logging.getLogger("rowmesh")
 
@@ -49,16 +42,10 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     reseeded: dict[str, tuple[int, int]] = {}
     for shard in embeddings.shards("held"):
         name = shard.spec.name
-        _check_table(shard, manifest.tables[name], optimizer_state)
-        if isinstance(shard, DynamicShard):
-            entries = [link.manifest.tables[name] for link in chain]
-            _fill_ids(shard, entries, files, optimizer_state)
-            reseeded |= _reseeded(shard, entries[0])
-        elif (cores := manifest.tables[name].cores) is not None:
-            _fill_cores(name, shard.tensors, cores, files[0], optimizer_state)
-        else:
-            saved = SavedTable(name, [link.manifest.tables[name] for link in chain], files)
-            _fill(saved, shard.views, optimizer_state)
+        entries = [link.manifest.tables[name] for link in chain]
+        _check_table(shard, entries[0], optimizer_state)
+        saved_table(name, entries, files).load(shard, optimizer_state=optimizer_state)
+        reseeded |= _reseeded(shard, entries[0])
     if reseeded:
         saved, here = next(iter(reseeded.values()))
         logger.warning(
@@ -69,40 +56,12 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
     return files[0].dense()
 
 
-def _reseeded(shard: DynamicShard, entry: TableEntry) -> dict[str, tuple[int, int]]:
+def _reseeded(shard: TableShard, entry: TableEntry) -> dict[str, tuple[int, int]]:
     """The seed that was saved and the own one by table, where they differ; only one rank of all says so of a table."""
-    saved, own = known_entry(entry).seed, None if shard.logical is None else shard.logical.seed
-    if own is None or saved == own:
+    logical = shard.logical
+    if entry.known is None or logical is None or logical.seed == entry.known.seed:
         return {}
-    return {shard.spec.name: (saved, own)} if shard.replica == 0 and 0 in shard.shards else {}
-
-
-def _fill(table: SavedTable, pieces: Sequence[LocalRows], optimizer_state: bool) -> None:
-    for piece in pieces:
-        table.fill(piece.rows, {"values": piece.values, **(piece.state if optimizer_state else {})})
-        piece.commit()
-
-
-def _fill_cores(
-    table: str, tensors: Mapping[str, Tensor], entry: CoresEntry, files: SavedFiles, optimizer_state: bool
-) -> None:
-    for name, target in tensors.items():
-        if optimizer_state or "." not in name:
-            own = target.cpu()  # a copy where cores are on a device
-            as_numpy(own)[:] = files.array(table, name, entry.files, own, tuple(own.shape))[:]
-            target.copy_(own)
-
-
-def _fill_ids(
-    shard: DynamicShard, entries: Sequence[TableEntry], files: Sequence[SavedFiles], optimizer_state: bool
-) -> None:
-    table, saved = shard.spec, []
-    states = list(table.optimizer.state) if optimizer_state else []
-    if shard.shards:
-        forms = {"values": torch.empty(0, table.dim, dtype=table.dtype)}
-        forms |= {name: form for name, form in no_state(table).items() if name in states}
-        saved = saved_shards(table.name, entries, files, forms=forms, shards=shard.shards)
-    shard.load(saved, states, max(part.step for part in known_entry(entries[0]).parts))
+    return {shard.spec.name: (entry.known.seed, logical.seed)} if logical.replica == 0 and 0 in logical.shards else {}
 
 
 def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> None:
@@ -116,11 +75,11 @@ def _check_names(manifest: Manifest, embeddings: RowHolder, folder: Path) -> Non
 
 def _check_form(shard: TableShard, entry: TableEntry) -> None:
     """Raises CheckpointError where a table is stored in another form than it was saved in."""
-    name, storage, forms = shard.spec.name, shard.spec.storage, (entry.form, shard.form)
-    if entry.form == shard.form:
+    name, storage, form = shard.spec.name, shard.spec.storage, entry.content.form
+    if form == shard.form:
         return
-    if "ids" in forms:
-        saved = "dynamic" if entry.form == "ids" else "stored by row"
+    if "ids" in (form, shard.form):
+        saved = "dynamic" if form == "ids" else "stored by row"
         raise CheckpointError(
             f"table {name!r} is {saved} in the checkpoint and {storage} here; use the configuration it was trained with"
         )
@@ -137,53 +96,10 @@ def _check_form(shard: TableShard, entry: TableEntry) -> None:
     )
 
 
-def _check_room(table: TableSpec, capacity: int) -> None:
-    """Raises CheckpointError where a dynamic table cannot hold what is saved; more room changes nothing of that."""
-    if table.num_rows < capacity:
-        raise CheckpointError(
-            f"table {table.name!r}: its capacity is {capacity} in the checkpoint and {table.num_rows} here; a dynamic "
-            f"table may grow and cannot shrink: give a capacity of {capacity} or more"
-        )
-
-
-def _rule_advice(name: str, saved: Any) -> str:
-    """What to write so that a rule of a dynamic table is that of the checkpoint, which capacity need not be."""
-    if name == "store_capacity" and not saved:
-        return "a dynamic table grows in its capacity alone: leave store_capacity out"
-    return (
-        f"a dynamic table grows in its capacity alone: give Dynamic({name}={saved!r}), or "
-        f"tables.dynamic.{name}={saved} in a configuration"
-    )
-
-
 def _check_table(shard: TableShard, entry: TableEntry, optimizer_state: bool) -> None:
     _check_form(shard, entry)
-    table = shard.spec
-    pairs: dict[str, tuple[Any, Any]] = {
-        "num_rows": (entry.num_rows, table.num_rows),
-        "dim": (entry.dim, table.dim),
-        "dtype": (entry.dtype, dtype_name(table.dtype)),
-    }
-    if entry.known is not None:
-        del pairs["num_rows"]  # which is the capacity
-        facts, rules = facts_of(table), dict(entry.known.rules)
-        rules.pop("capacity", None)
-        facts.pop("capacity")
-        _check_room(table, entry.num_rows)
-        if "mode" not in rules:  # it has no demoted ids, which is as good as none
-            facts = {name: value for name, value in facts.items() if name not in ("mode", "store_capacity")}
-        elif "mode" not in facts:
-            facts |= {"mode": "drop", "store_capacity": rules["store_capacity"]}
-        pairs |= {name: (rules.get(name), facts.get(name)) for name in facts | rules}
-    if entry.cores is not None:
-        for name in ("row_factors", "dim_factors", "ranks"):
-            pairs[name] = getattr(entry.cores, name), getattr(table.tensor_train_shape, name)
-    if optimizer_state:
-        pairs["optimizer"] = (entry.optimizer, table.optimizer.name)
-    for name, (saved, wanted) in pairs.items():
-        if saved != wanted:
-            is_rule = entry.known is not None and entry.known.rules.get(name) is not None
-            todo = _rule_advice(name, saved) if is_rule else "use the configuration it was trained with"
-            raise CheckpointError(
-                f"table {table.name!r}: {name} is {saved} in the checkpoint and {wanted} here; {todo}"
-            )
+    for name, saved, here in entry.differences(shard.spec, optimizer_state=optimizer_state):
+        raise CheckpointError(
+            f"table {shard.spec.name!r}: {name} is {saved} in the checkpoint and {here} here; "
+            f"{entry.content.advice(name)}"
+        )

@@ -20,7 +20,7 @@ from rowmesh._support.faults import reach
 from rowmesh.checkpoint.ahead import ReadAhead
 from rowmesh.checkpoint.room import SLABS_AHEAD, Room
 from rowmesh.checkpoint.store_snapshot import VALUES, Shard, StoreSnapshot
-from rowmesh.tables.shard import Changed, Form, Moment, RowHolder, RowPiece, TableShard, Which
+from rowmesh.tables.shard import Changed, Form, RowHolder, RowPiece, ShardMoment, TableShard, Which
 
 SHARD_ROWS = 1 << 16
 """Rows that are read at once, 16 MiB of 64 numbers: from then on their updates cost nothing more.
@@ -73,7 +73,7 @@ class Snapshot:
         store, snapshot = shard.store, None
         if store is not None and (snapshot := self._stores.get(id(store))) is None:
             snapshot = self._stores[id(store)] = StoreSnapshot(store, self._room)
-        moment = Moment() if rank and shard.is_common else shard.freeze(changed)
+        moment = ShardMoment() if rank and shard.is_common else shard.freeze(changed)
         self._shards.append(FrozenShard(shard, moment, snapshot))
 
     def read_ahead(self) -> None:
@@ -190,7 +190,7 @@ class FrozenShard:
         spec, form, is_common, logical: see `Rows`.
     """
 
-    def __init__(self, shard: TableShard, moment: Moment, store: StoreSnapshot | None) -> None:
+    def __init__(self, shard: TableShard, moment: ShardMoment, store: StoreSnapshot | None) -> None:
         self.spec, self.is_common, self.logical = shard.spec, shard.is_common, shard.logical
         self.form: Form = shard.form
         self._moment, self._store = moment, store

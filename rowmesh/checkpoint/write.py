@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -17,34 +17,13 @@ from rowmesh._support.faults import reach
 from rowmesh._support.files.advice import advice, as_refusal, may_pass
 from rowmesh._support.files.atomic import sync_folder, write_text
 from rowmesh._support.files.checksums import Checksums
-from rowmesh.checkpoint.manifest import (
-    DEMOTED_INCREMENT_FORMAT,
-    DENSE,
-    FORMAT,
-    INCREMENT_FORMAT,
-    KNOWN_FORMAT,
-    KNOWN_INCREMENT_FORMAT,
-    MANIFEST,
-    CoresEntry,
-    Identity,
-    KnownEntry,
-    KnownPart,
-    Manifest,
-    Parent,
-    Part,
-    RowRange,
-    TableEntry,
-    dtype_name,
-    file_name,
-)
+from rowmesh.checkpoint.entries import SavedRange, TableEntry, WrittenTable
+from rowmesh.checkpoint.manifest import DENSE, MANIFEST, Identity, Manifest, Parent, file_name
 from rowmesh.checkpoint.new_files import NewFiles, write_whole
 from rowmesh.checkpoint.owned import check_free, remove_files
 from rowmesh.errors import CheckpointError, CheckpointWriteError
 from rowmesh.mesh.peers import Peers
-from rowmesh.tables.dynamic.demoted_records import IDS as DEMOTED_IDS
-from rowmesh.tables.dynamic.demoted_records import REMOVED as DEMOTED_REMOVED
-from rowmesh.tables.dynamic.records import REMOVED, facts_of
-from rowmesh.tables.shard import ROWS, Form, LogicalShards, Rows, RowSource
+from rowmesh.tables.shard import Form, Rows, RowSource
 from rowmesh.tables.spec import TableSpec
 
 T = TypeVar("T")
@@ -112,7 +91,7 @@ def save(
 class _Written(NamedTuple):
     """What a rank wrote: its part of every table, and the checksums of its files by name."""
 
-    parts: dict[str, Part | KnownPart]
+    parts: dict[str, WrittenTable]
     checksums: dict[str, Checksums]
 
 
@@ -143,12 +122,12 @@ def _write_rows(
     return _Written(parts, new.checksums)
 
 
-def _write_table(new: NewFiles, rows: Rows, rank: int) -> Part | KnownPart:
+def _write_table(new: NewFiles, rows: Rows, rank: int) -> WrittenTable:
     """Writes what this rank has of a table; the first rank alone what all have."""
-    table, files, sizes, ranges = rows.spec.name, {}, {}, list[RowRange]()
+    table, files, sizes, ranges = rows.spec.name, {}, {}, list[SavedRange]()
     if rank and rows.is_common:
-        return Part(rank, (), {})
-    point = "checkpoint.write_cores" if rows.form == "cores" else "checkpoint.write_rows"
+        return WrittenTable(rank, {}, {}, (), None)
+    point = "checkpoint.write_cores" if rows.is_common else "checkpoint.write_rows"
     for kind, array in rows.arrays:
         files[kind], sizes[kind] = file_name(table, rank, kind), len(array)
         new.write(files[kind], partial(write_whole, array=array), point)
@@ -156,21 +135,9 @@ def _write_table(new: NewFiles, rows: Rows, rank: int) -> Part | KnownPart:
         if pieces:
             names = {kind: file_name(table, rank, prefix + kind) for kind in ("values", *pieces[0].state)}
             files |= {prefix + kind: name for kind, name in names.items()}
-            ranges += [RowRange.of(piece.rows) for piece in pieces if isinstance(piece.rows, range)]
+            ranges += [SavedRange.of(piece.rows) for piece in pieces if isinstance(piece.rows, range)]
             new.write_pieces(names, pieces)
-    if rows.form == "ids":
-        return _known_part(rank, rows.logical, files, sizes)
-    return Part(rank, tuple(ranges), files, sizes.get(ROWS, 0))
-
-
-def _known_part(rank: int, logical: LogicalShards | None, files: dict[str, str], sizes: Mapping[str, int]) -> KnownPart:
-    """What this rank has of a dynamic table: nothing, where that is another one's to write."""
-    if logical is None:
-        return KnownPart(rank, 0, 0, 0, 0, 0, {})
-    shards, num_removed, num_demoted = logical.shards, sizes.get(REMOVED, 0), sizes.get(DEMOTED_IDS, 0)
-    numbers = (shards.start, len(shards), sizes["ids"], sizes["candidate_ids"], logical.step)
-    num_demoted_removed = sizes.get(DEMOTED_REMOVED, 0)
-    return KnownPart(rank, *numbers, files, num_removed, num_demoted, num_demoted_removed, logical.seed)
+    return WrittenTable(rank, files, sizes, ranges, rows.logical)
 
 
 def _write_dense(values: Mapping[str, Any] | memoryview, file: Any) -> None:
@@ -190,39 +157,10 @@ def _manifest(
     entries = {}
     for table, form in tables:
         parts = [of_rank.parts[table.name] for of_rank in written]
-        entries[table.name] = entry = _ENTRIES[form](table, parts)
-        covered = sum(part.count for part in entry.parts)
-        if form == "rows" and covered != table.num_rows and parent is None:
-            raise CheckpointError(f"table {table.name!r} has {table.num_rows} rows, but ranks hold {covered}")
+        entries[table.name] = TableEntry.of(table, form, parts, is_increment=parent is not None)
     checksums = {name: each for of_rank in written for name, each in of_rank.checksums.items()}
-    number = FORMAT if parent is None else INCREMENT_FORMAT
-    if any(entry.known for entry in entries.values()):
-        number = KNOWN_FORMAT if parent is None else KNOWN_INCREMENT_FORMAT
-        if parent is not None and any(entry.known and entry.known.demotes for entry in entries.values()):
-            number = DEMOTED_INCREMENT_FORMAT
+    number = max(entry.content.formats[parent is not None] for entry in entries.values())
     return Manifest(token, len(written), entries, metadata, checksums, number, parent)
-
-
-def _entry_of_rows(table: TableSpec, parts: Sequence[Part | KnownPart]) -> TableEntry:
-    return TableEntry(*_facts(table), tuple(part for part in parts if isinstance(part, Part) and part.count))
-
-
-def _entry_of_ids(table: TableSpec, parts: Sequence[Part | KnownPart]) -> TableEntry:
-    known = tuple(part for part in parts if isinstance(part, KnownPart) and part.files)
-    return TableEntry(*_facts(table), (), known=KnownEntry(facts_of(table), known))
-
-
-def _entry_of_cores(table: TableSpec, parts: Sequence[Part | KnownPart]) -> TableEntry:
-    shape = table.tensor_train_shape
-    cores = CoresEntry(shape.row_factors, shape.dim_factors, shape.ranks, parts[0].files)
-    return TableEntry(*_facts(table), (), cores)
-
-
-def _facts(table: TableSpec) -> tuple[int, int, str, str]:
-    return table.num_rows, table.dim, dtype_name(table.dtype), table.optimizer.name
-
-
-_ENTRIES = {"rows": _entry_of_rows, "ids": _entry_of_ids, "cores": _entry_of_cores}
 
 
 def _publish(folder: Path, manifest: Manifest) -> None:
@@ -302,7 +240,7 @@ def _to_plain(written: Any) -> Any:
     """What a step of writing returns, to be sent: nothing, or the parts of tables and the checksums of their files."""
     if written is None:
         return None
-    parts = {table: asdict(part) for table, part in written.parts.items()}
+    parts = {table: part.to_plain() for table, part in written.parts.items()}
     return parts, {name: sums.to_json() for name, sums in written.checksums.items()}
 
 
@@ -311,11 +249,6 @@ def _from_plain(values: Any) -> _Written | None:
         return None
     parts, checksums = values
     return _Written(
-        {
-            table: Part(**{**part, "ranges": tuple(RowRange(**rows) for rows in part["ranges"])})
-            if "ranges" in part
-            else KnownPart(**part)
-            for table, part in parts.items()
-        },
+        {table: WrittenTable.from_plain(part) for table, part in parts.items()},
         {name: Checksums.from_json(sums) for name, sums in checksums.items()},
     )

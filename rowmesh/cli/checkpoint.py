@@ -13,7 +13,7 @@ from rowmesh._support.files.printable import say
 
 if TYPE_CHECKING:
     from rowmesh.checkpoint import Manifest
-    from rowmesh.checkpoint.manifest import KnownEntry
+    from rowmesh.checkpoint.entries import KnownEntry
 
 app = App(name="checkpoint", help="Look at the checkpoints of a run, and compact them.")
 
@@ -161,8 +161,8 @@ def _facts(folder: Path) -> tuple[int, dict[str, Any]]:
 def _description(folder: Path) -> Iterator[str]:
     from rowmesh.checkpoint import read_manifest
     from rowmesh.checkpoint.files import SavedFiles
-    from rowmesh.checkpoint.manifest import ROWS
     from rowmesh.checkpoint.series import BEST
+    from rowmesh.tables.shard import ROWS
 
     manifest, (step, facts) = read_manifest(folder), _facts(folder)
     dense = SavedFiles(folder, manifest).dense()

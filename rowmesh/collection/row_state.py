@@ -57,7 +57,7 @@ class _Field:
 
     def read(self) -> Tensor:
         """`[n, …]`."""
-        return self._piece.values if self._field == "values" else self._piece.state[self._field]
+        return self._piece.fields[self._field]
 
     def done(self, *, changed: bool) -> None:
         """Writes what was changed back where rows are kept elsewhere, and frees copies."""
@@ -118,7 +118,7 @@ def save_rows(holder: Holder, kind: Kind) -> dict[str, Tensor]:
 def _saved(mesh: Mesh, shard: TableShard, entry: Entry) -> Tensor:
     table, field = entry
     if not field.is_by_row:
-        return shard.tensors[field.name].detach().cpu().clone()
+        return _core_of(shard, field.name).read().detach().cpu().clone()
     mine = block(table.num_rows, mesh.rank, mesh.world_size)
     values = torch.empty((len(mine), *field.shape[1:]), dtype=field.dtype, device="cpu")
     have = [_Field(piece, field.name) for piece in shard.views]
@@ -133,6 +133,10 @@ def _saved(mesh: Mesh, shard: TableShard, entry: Entry) -> Tensor:
     places = DeviceMesh.from_group(mesh.group, "cpu")
     stride = (table.dim, 1) if len(shape) > 1 else (1,)
     return DTensor.from_local(values, places, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _core_of(shard: TableShard, field: str) -> _Field:
+    return next(_Field(view, field) for view in shard.views if field in view.fields)
 
 
 def load_rows(holder: Holder, kind: Kind, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -191,7 +195,9 @@ def _is_ours(tensor: DTensor, mesh: Mesh) -> bool:
 def _load(mesh: Mesh, shard: TableShard, entry: Entry, tensor: Tensor) -> None:
     table, field = entry
     if not field.is_by_row:
-        shard.tensors[field.name].copy_(tensor)
+        core = _core_of(shard, field.name)
+        core.read().copy_(tensor)
+        core.done(changed=True)
         return
     want = [_Field(piece, field.name) for piece in shard.views]
     if _is_sharded(tensor):

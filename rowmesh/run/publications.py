@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from rowmesh.checkpoint.changes import Changes as ChangedSlots
 from rowmesh.errors import PeerError, RowmeshError, StoreError
@@ -21,14 +20,12 @@ from rowmesh.publish.generation import Generation
 from rowmesh.publish.guard import closing_target, reason
 from rowmesh.publish.opening import check_installed
 from rowmesh.run.job import Job
-from rowmesh.tables import Constant, RowStore, TableSpec
+from rowmesh.tables import Constant, TableSpec
 from rowmesh.tables.dynamic.stores import Retry
-from rowmesh.tables.shard import Changed, CoreShard, TableShard
+from rowmesh.tables.shard import Changed, TableShard, Vectors
 
 PUBLISHING = "publishing"
 HOOK = "publications"
-CHUNK_ROWS = 1 << 16
-Chunks = Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]
 Log = Callable[[str], None]
 
 
@@ -168,13 +165,9 @@ class Publications:
         An id that is demoted is published when its record is put: its row may have changed before. One that comes back
         is, when its row changes.
         """
-        rows = _chunks(shard, changed, self._job.mesh.rank, self._job.mesh.world_size)
-        ids, before = shard.ids, self._ids.get(shard.spec.name, np.empty(0, np.int64))
-        left = np.setdiff1d(before, ids, assume_unique=True)
-        if changed is not None and (demoted := shard.demoted(changed)) is not None:
-            known = np.union1d(ids, demoted.ids)
-            left = np.setdiff1d(np.union1d(left, demoted.gone), known, assume_unique=True)
-        return Changes(rows=rows, deleted=left)
+        mesh, readers_have = self._job.mesh, self._ids.get(shard.spec.name, np.empty(0, np.int64))
+        rows = _as_float32(shard.vectors(changed, mesh.rank, mesh.world_size))
+        return Changes(rows=rows, deleted=shard.gone(readers_have, changed))
 
 
 def _published(table: TableSpec, seed: int) -> PublishedTable:
@@ -184,33 +177,6 @@ def _published(table: TableSpec, seed: int) -> PublishedTable:
     return PublishedTable(dim=table.dim, initializer=Constant(), missing="error")
 
 
-def _chunks(shard: TableShard, changed: Changed | None, rank: int, world_size: int) -> Chunks:
-    """The vectors of the rows of a rank, or of those that changed; all that are computed change with their cores."""
-    for rows, slots in shard.places(changed):
-        assert shard.store is not None
-        for first in range(0, max(len(rows), 1), CHUNK_ROWS):
-            cut = slice(first, first + CHUNK_ROWS)
-            yield np.asarray(rows[cut], np.int64), _vectors(_rows_at(shard.store, np.asarray(slots[cut], np.int64)))
-    demoted = shard.demoted(changed)  # where all are wanted, the store is asked which these are
-    for piece in [] if demoted is None else demoted.rows:
-        yield piece.rows, _vectors(piece.values)
-        piece.forget()
-    if isinstance(shard, CoreShard):
-        yield from _computed_rows(shard, rank, world_size)
-
-
-def _rows_at(store: RowStore, slots: npt.NDArray[np.int64]) -> Tensor:
-    """Copies, without the states."""
-    return store.rows[torch.from_numpy(slots)] if store.has_views else store.read_rows(slots.astype(np.uint32))[0]
-
-
-def _computed_rows(shard: CoreShard, rank: int, world_size: int) -> Chunks:
-    """A rank's share of the rows of a tensor-train table."""
-    first, stop = (shard.spec.num_rows * each // world_size for each in (rank, rank + 1))
-    for begin in range(first, stop, CHUNK_ROWS):
-        ids = torch.arange(begin, min(begin + CHUNK_ROWS, stop))
-        yield ids.numpy(), _vectors(shard.cores.rows(ids))
-
-
-def _vectors(rows: Tensor) -> npt.NDArray[np.float32]:
-    return rows.detach().to("cpu", torch.float32).numpy()
+def _as_float32(vectors: Iterator[Vectors]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+    for ids, values in vectors:
+        yield ids, values.detach().to("cpu", torch.float32).numpy()

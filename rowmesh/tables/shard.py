@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rowmesh.tables.cores import Cores
 from rowmesh.tables.dense import compute_dtype
-from rowmesh.tables.dynamic.demoted_records import DemotedRecords
 from rowmesh.tables.dynamic.records import KnownBefore
+from rowmesh.tables.dynamic.saved_shards import SavedShards
 from rowmesh.tables.row_store import Piece, RowStore
 from rowmesh.tables.spec import TableSpec
 
@@ -33,6 +33,10 @@ STORED_ROWS = 65_536
 """Rows that are copied at a time."""
 ROWS = "rows"
 """The array of the numbers of rows, where only those that changed are saved."""
+
+
+Vectors = tuple[npt.NDArray[np.int64], Tensor]
+"""Numbers of rows, or ids, `[N]`, and their values `[N, D]`."""
 
 
 class RowPiece(Protocol):
@@ -58,11 +62,13 @@ class LogicalShards(NamedTuple):
         shards: which.
         step: how many batches were opened for training.
         seed: of the rows from which ids start.
+        replica: of this rank; the first one tells of the table.
     """
 
     shards: range
     step: int
     seed: int
+    replica: int = 0
 
 
 class Rows(Protocol):
@@ -126,6 +132,11 @@ class LocalRows:
     values: Tensor
     state: dict[str, Tensor]
 
+    @property
+    def fields(self) -> Mapping[str, Tensor]:
+        """Values and state by the names of `fields_of`."""
+        return {"values": self.values, **self.state}
+
     def commit(self) -> None:
         """Puts values and state that were changed where rows are kept: these are there already."""
 
@@ -173,6 +184,22 @@ class StoredRows(LocalRows):
             self.__dict__.pop(name, None)
 
 
+@dataclass(frozen=True)
+class LocalCore(LocalRows):
+    """A core of a tensor-train table, whole.
+
+    Attributes:
+        name: "core1", "core2" or "core3".
+    """
+
+    name: str
+
+    @property
+    def fields(self) -> Mapping[str, Tensor]:
+        """Values and state by the names of `fields_of`."""
+        return {self.name: self.values, **{f"{self.name}.{name}": state for name, state in self.state.items()}}
+
+
 class Places(NamedTuple):
     """Rows and where they are in their store.
 
@@ -197,7 +224,7 @@ class Changed(NamedTuple):
     known: Mapping[str, KnownBefore] = MappingProxyType({})
 
 
-class Moment:
+class ShardMoment:
     """A shard between two steps, for a thread that reads it beside later ones: copies, but for rows in their store.
 
     Args:
@@ -232,7 +259,7 @@ class Moment:
         """Ends reading: steps keep nothing for it from now on. May be called again."""
 
 
-class _ChangedRows(Moment):
+class _ChangedRows(ShardMoment):
     """The rows of a table that changed, and their numbers."""
 
     def __init__(self, spec: TableSpec, places: Sequence[Places]) -> None:
@@ -320,10 +347,15 @@ class TableShard:
         """What can be set: rows that have numbers, or cores, one by one; to be committed."""
         return []
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Whole cores and their states by name, where they are."""
-        return {}
+    def replace(self, parts: Sequence[SavedShards], states: Sequence[str], step: int) -> None:
+        """Replaces ids, all that is known of them, and their rows by what was saved. Rows with numbers have `views`.
+
+        Args:
+            parts: of the table; each shard of this rank is in one of them.
+            states: of the optimizer, to be read too; others begin as those of new rows.
+            step: how many batches had been opened for training.
+        """
+        raise NotImplementedError(f"the rows of table {self.spec.name!r} have numbers")
 
     @property
     def store(self) -> RowStore | None:
@@ -335,7 +367,7 @@ class TableShard:
         """One past the last slot of the rows in their store."""
         return 0
 
-    def places(self, changed: Changed | None) -> Iterator[Places]:
+    def _places(self, changed: Changed | None) -> Iterator[Places]:
         """The rows in their store, or those of them that changed."""
         yield from ()
 
@@ -344,29 +376,55 @@ class TableShard:
         """The ids that have rows in the store; none where rows have numbers."""
         return np.empty(0, np.int64)
 
-    def demoted(self, changed: Changed | None) -> DemotedRecords | None:
-        """The ids whose rows are demoted, or what of them changed; None where none ever are.
+    def gone(self, before: npt.NDArray[np.int64], changed: Changed | None) -> npt.NDArray[np.int64]:
+        """Which ids are known no more, neither in the store nor demoted: int64, ascending; none of numbered rows.
+
+        Args:
+            before: int64, distinct: ids that had rows in the store.
+            changed: what changed since then; None: demoted ids are not asked for.
 
         Raises:
             StoreError: the store of demoted ids does not answer; names it.
         """
-        return None
+        return np.empty(0, np.int64)
+
+    def vectors(self, changed: Changed | None, rank: int, world_size: int) -> Iterator[Vectors]:
+        """The rows without their states, some at a time, or those that changed; demoted ones too.
+
+        Args:
+            changed: what changed; None: all are wanted. Rows that are computed from cores change all at once.
+            rank: of rows that all ranks can compute, this one gives its share.
+            world_size: how many ranks there are.
+
+        Raises:
+            StoreError: see `gone`.
+        """
+        for rows, slots in self._places(changed):
+            assert self.store is not None
+            for first in range(0, max(len(rows), 1), STORED_ROWS):
+                cut = slice(first, first + STORED_ROWS)
+                yield np.asarray(rows[cut], np.int64), _values_at(self.store, np.asarray(slots[cut], np.int64))
 
     def note(self) -> KnownBefore | None:
         """Which ids there are now, to be compared with later; it is to be closed. None where no ids have rows.
 
         Raises:
-            StoreError: see `demoted`.
+            StoreError: see `gone`.
         """
         return None
 
-    def freeze(self, changed: Changed | None) -> Moment:
+    def freeze(self, changed: Changed | None) -> ShardMoment:
         """The shard as it is now, or what changed of it; it is to be closed.
 
         Raises:
-            StoreError: see `demoted`.
+            StoreError: see `gone`.
         """
-        return Moment()
+        return ShardMoment()
+
+
+def _values_at(store: RowStore, slots: npt.NDArray[np.int64]) -> Tensor:
+    """Copies, without the states."""
+    return store.rows[torch.from_numpy(slots)] if store.has_views else store.read_rows(slots.astype(np.uint32))[0]
 
 
 class StoredShard(TableShard):
@@ -412,7 +470,7 @@ class StoredShard(TableShard):
         """One past the last slot."""
         return max((piece.slots.stop for piece in self._held), default=0)
 
-    def places(self, changed: Changed | None) -> Iterator[Places]:
+    def _places(self, changed: Changed | None) -> Iterator[Places]:
         """The rows, range by range, or those of each that changed."""
         marks = None if changed is None or not self.num_slots else changed.marks[id(self._store)]
         for piece in self._held:
@@ -423,10 +481,10 @@ class StoredShard(TableShard):
             if len(rows):
                 yield Places(rows, slots)
 
-    def freeze(self, changed: Changed | None) -> Moment:
+    def freeze(self, changed: Changed | None) -> ShardMoment:
         """All rows, or those that changed; see `TableShard`."""
-        places = list(self.places(changed))
-        return Moment(places) if changed is None else _ChangedRows(self.spec, places)
+        places = list(self._places(changed))
+        return ShardMoment(places) if changed is None else _ChangedRows(self.spec, places)
 
 
 class CoreShard(TableShard):
@@ -435,9 +493,6 @@ class CoreShard(TableShard):
     Args:
         spec: the table.
         cores: its cores.
-
-    Attributes:
-        cores: likewise.
     """
 
     form: Form = "cores"
@@ -445,28 +500,32 @@ class CoreShard(TableShard):
 
     def __init__(self, spec: TableSpec, cores: Cores) -> None:
         super().__init__(spec)
-        self.cores = cores
+        self._cores = cores
 
     @property
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         """Cores and their states, in the host's memory."""
-        for name, tensor in self.tensors.items():
+        for name, tensor in self._cores.tensors.items():
             yield name, tensor.detach().cpu().numpy()
 
     @property
     def views(self) -> list[LocalRows]:
         """The cores, one by one, with their states."""
-        state = self.cores.state
+        cores, state = self._cores.cores, self._cores.state
         return [
-            LocalRows(range(len(core)), core, {name: kept[number] for name, kept in state.items()})
-            for number, core in enumerate(self.cores.cores)
+            LocalCore(range(len(core)), core, {name: kept[number] for name, kept in state.items()}, f"core{number + 1}")
+            for number, core in enumerate(cores)
         ]
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of all cores."""
-        return self.cores.tensors
-
-    def freeze(self, changed: Changed | None) -> Moment:
+    def freeze(self, changed: Changed | None) -> ShardMoment:
         """Copies of all: a step changes some of each core."""
-        return Moment((), {name: tensor.detach().cpu().clone().numpy() for name, tensor in self.tensors.items()})
+        return ShardMoment(
+            (), {name: tensor.detach().cpu().clone().numpy() for name, tensor in self._cores.tensors.items()}
+        )
+
+    def vectors(self, changed: Changed | None, rank: int, world_size: int) -> Iterator[Vectors]:
+        """Computes the share of this rank."""
+        first, stop = (self.spec.num_rows * each // world_size for each in (rank, rank + 1))
+        for begin in range(first, stop, STORED_ROWS):
+            ids = torch.arange(begin, min(begin + STORED_ROWS, stop))
+            yield ids.numpy(), self._cores.rows(ids)

@@ -346,7 +346,7 @@ def test_commands_say_which_file_is_malformed(run, command, name, change, messag
     path = run.path / name
     text = path.read_text()
     changed = change(text)
-    path.write_text(sealed(json.loads(changed)) if path.name == "manifest.json" else changed)
+    path.write_text(sealed(json.loads(changed)) if path.name == "manifest.json" and changed else changed)
     try:
         if command is not run_evaluation and name == "plan.json":
             assert command(run.path)  # needs no plan

@@ -51,7 +51,7 @@ def numbers_of(embeddings):
             found += [tensor.clone() for tensor in embeddings.cores(each.name).tensors.values()]
         elif each.storage == "tiered":
             shard = shard_of(embeddings, each.name)
-            for _, slots in shard.places(None):
+            for _, slots in shard.freeze(None).places:
                 rows, state = shard.store.read_rows(torch.tensor(list(slots)).numpy())
                 found += [rows, *state.values()]
         else:

@@ -90,5 +90,8 @@ def slowed(point: str, shard_rows: int = 8) -> Iterator[Gate]:
 def sums_of(folder: Path) -> dict[str, tuple[str, ...]]:
     """Checksums of the rows and cores of a checkpoint, by file."""
     manifest = read_manifest(folder)
-    assert set(manifest.checksums) == {DENSE, *(name for table in manifest.tables.values() for name in table.files)}
+    assert set(manifest.checksums) == {
+        DENSE,
+        *(name for table in manifest.tables.values() for name in table.content.file_names),
+    }
     return {name: each.blocks for name, each in manifest.checksums.items() if name != DENSE}

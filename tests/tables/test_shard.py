@@ -52,12 +52,8 @@ def test_what_is_set_is_read(embeddings, name):
 def test_fields_say_what_there_is(embeddings):
     for spec in TABLES[:3]:
         shard = shard_of(embeddings, spec.name)
-        if tensors := dict(shard.tensors):
-            found = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-        else:
-            (view,) = shard.views
-            found = [(name, tuple(t.shape), t.dtype) for name, t in {"values": view.values, **view.state}.items()]
-        assert [(field.name, field.shape, field.dtype) for field in fields_of(spec)] == found
+        found = [(name, tuple(t.shape), t.dtype) for view in shard.views for name, t in view.fields.items()]
+        assert sorted((field.name, field.shape, field.dtype) for field in fields_of(spec)) == sorted(found)
 
 
 @pytest.mark.parametrize("name", ["dense", "tiered"])
@@ -66,9 +62,12 @@ def test_marked_rows_alone_changed(embeddings, name):
     marks = np.zeros(shard.num_slots, np.uint8)
     marks[[2, 5]] = 1
     changed = Changed({id(shard.store): marks})
-    ((rows, slots),) = shard.places(changed)
-    assert rows.tolist() == slots.tolist() == [2, 5]
     moment = shard.freeze(changed)
+    ((rows, slots),) = moment.places
+    assert rows.tolist() == slots.tolist() == [2, 5]
+    ((rows, values),) = shard.vectors(changed, 0, 1)
+    assert rows.tolist() == [2, 5]
+    assert torch.equal(values, shard.views[0].values[[2, 5]])
     ((kind, numbers),) = moment.arrays
     assert (kind, numbers.dtype, numbers.tolist()) == ("rows", np.int32, [2, 5])
     assert not list(shard.freeze(Changed({id(shard.store): np.zeros_like(marks)})).arrays)
@@ -78,7 +77,7 @@ def test_a_moment_of_cores_is_a_copy(embeddings):
     shard = shard_of(embeddings, "cores")
     before = {name: array.copy() for name, array in shard.arrays}
     moment = shard.freeze(None)
-    shard.tensors["core1"].fill_(7.0)
+    shard.views[0].values.fill_(7.0)
     assert all((array == before[name]).all() for name, array in moment.arrays)
 
 
@@ -92,7 +91,17 @@ def test_ids_have_rows_and_facts(embeddings):
     assert dict(zip(piece.rows.tolist(), piece.values.tolist(), strict=True)) == dict(
         zip(known.ids.tolist(), known.values.tolist(), strict=True)
     )
-    assert shard.demoted(None) is None
+    ((ids, values),) = shard.vectors(None, 0, 1)
+    assert (ids.tolist(), values.tolist()) == (piece.rows.tolist(), piece.values.tolist())
+    assert shard.gone(np.array([-5, 7]), None).tolist() == [7]
+
+
+def test_ranks_share_what_all_can_compute(embeddings):
+    shard = shard_of(embeddings, "cores")
+    (whole,) = shard.vectors(None, 0, 1)
+    shares = [next(shard.vectors(None, rank, 3)) for rank in range(3)]
+    assert np.array_equal(np.concatenate([ids for ids, _ in shares]), whole[0])
+    assert torch.equal(torch.cat([values for _, values in shares]), whole[1])
 
 
 def test_large_tables_need_large_numbers():

@@ -29,7 +29,7 @@ from rowmesh.tables.dynamic.records import (
 from rowmesh.tables.dynamic.saved_shards import SavedShards
 from rowmesh.tables.dynamic.state import NONE, ShardState
 from rowmesh.tables.dynamic.stored_changes import Touched
-from rowmesh.tables.shard import Changed, Form, LogicalShards, Moment, Places, RowPiece, TableShard
+from rowmesh.tables.shard import Changed, Form, LogicalShards, Places, RowPiece, ShardMoment, TableShard, Vectors
 from rowmesh.tables.spec import TableSpec
 
 CHUNK_ROWS = 1 << 14
@@ -48,7 +48,6 @@ class DynamicShard(TableShard):
         set_step: is told of how many batches there were before what was loaded.
 
     Attributes:
-        replica: likewise.
         shards: which logical shards.
     """
 
@@ -65,8 +64,9 @@ class DynamicShard(TableShard):
         set_step: Callable[[int], None],
     ) -> None:
         super().__init__(spec)
-        self.replica, self.shards = replica, range(0) if owned is None else owned.shards.shards
-        self._found, self._arena, self._step, self._set_step = owned, arena, step, set_step
+        self.shards = range(0) if owned is None else owned.shards.shards
+        self._found, self._arena, self._step, self._replica = owned, arena, step, replica
+        self._set_step = set_step
 
     @property
     def _owned(self) -> OwnedTable:
@@ -76,7 +76,7 @@ class DynamicShard(TableShard):
     @property
     def logical(self) -> LogicalShards | None:
         """Which shards; None: this rank has nothing of the table."""
-        return None if self._found is None else LogicalShards(self.shards, self._step, self._found.seed)
+        return None if self._found is None else LogicalShards(self.shards, self._step, self._found.seed, self._replica)
 
     @property
     def store(self) -> DenseArena | None:
@@ -96,7 +96,7 @@ class DynamicShard(TableShard):
 
     @cached_property
     def _demoted(self) -> DemotedRecords | None:
-        return None if self._found is None else self.demoted(None)
+        return self._demoted_now(None)
 
     @property
     def ids(self) -> np.ndarray:
@@ -126,7 +126,7 @@ class DynamicShard(TableShard):
         for first in range(0, max(len(ids), 1), CHUNK_ROWS):
             yield ids[first : first + CHUNK_ROWS], slots[first : first + CHUNK_ROWS]
 
-    def places(self, changed: Changed | None) -> Iterator[Places]:
+    def _places(self, changed: Changed | None) -> Iterator[Places]:
         """The ids in fast memory, or those of them whose rows changed."""
         if self._found is None:
             return
@@ -134,12 +134,24 @@ class DynamicShard(TableShard):
             kept = slice(None) if changed is None else changed.marks[id(self._arena)][slots] != 0
             yield Places(ids[kept], slots[kept])
 
-    def demoted(self, changed: Changed | None) -> DemotedRecords | None:
-        """What is demoted now, or what of it changed, until the next step; None where nothing ever is.
+    def gone(self, before: np.ndarray, changed: Changed | None) -> np.ndarray:
+        """Ids that left the table; see `TableShard`."""
+        left = np.setdiff1d(before, self.ids, assume_unique=True)
+        if changed is None or (demoted := self._demoted_now(changed)) is None:
+            return left
+        known = np.union1d(self.ids, demoted.ids)
+        return np.setdiff1d(np.union1d(left, demoted.gone), known, assume_unique=True)
 
-        Raises:
-            StoreError: the store does not answer; names it.
-        """
+    def vectors(self, changed: Changed | None, rank: int, world_size: int) -> Iterator[Vectors]:
+        """Rows in fast memory, then demoted ones; see `TableShard`."""
+        yield from super().vectors(changed, rank, world_size)
+        demoted = self._demoted_now(changed)  # where all are wanted, the store is asked which these are
+        for piece in [] if demoted is None else demoted.rows:
+            yield piece.rows, piece.values
+            piece.forget()
+
+    def _demoted_now(self, changed: Changed | None) -> DemotedRecords | None:
+        """What is demoted now, or what of it changed, until the next step; None where nothing ever is."""
         demoted = None if self._found is None else self._found.flush()
         if demoted is None:
             return None
@@ -157,10 +169,10 @@ class DynamicShard(TableShard):
         stored = None if demoted is None else demoted.watch()
         return KnownBefore(frames, shards.column_of(frames, ID), self._step, stored)
 
-    def freeze(self, changed: Changed | None) -> Moment:
+    def freeze(self, changed: Changed | None) -> ShardMoment:
         """What is known, or what of it changed; see `TableShard`."""
         if self._found is None:
-            return Moment()
+            return ShardMoment()
         known = self._known
         if changed is not None:
             known = self.changed(changed.known[self.spec.name], changed.marks[id(self._arena)])
@@ -168,7 +180,7 @@ class DynamicShard(TableShard):
         if demoted is not None:
             touched = self._touched(demoted, changed)
             frozen = DemotedRecords(*demoted.freeze(touched), touched)
-        return _KnownMoment(known, self._found.slots, frozen)
+        return _DynamicMoment(known, self._found.slots, frozen)
 
     def changed(self, before: KnownBefore, marks: np.ndarray) -> KnownCopy:
         """What is known and changed, and which ids are gone.
@@ -193,14 +205,8 @@ class DynamicShard(TableShard):
 
     # What was saved
 
-    def load(self, parts: Sequence[SavedShards], states: Sequence[str], step: int) -> None:
-        """Replaces everything by what was saved.
-
-        Args:
-            parts: of the table; each shard is in one of them.
-            states: of the optimizer, to be read too; others begin as those of new rows.
-            step: how many batches had been opened for training.
-        """
+    def replace(self, parts: Sequence[SavedShards], states: Sequence[str], step: int) -> None:
+        """Replaces everything by what was saved; see `TableShard`."""
         if self._found is not None:
             self._load(self._found, parts, states)
         self._set_step(step)
@@ -238,7 +244,7 @@ class DynamicShard(TableShard):
         return ShardState(**columns, frames=NONE, sketch=sketch, step=step, window=window)
 
 
-class _KnownMoment(Moment):
+class _DynamicMoment(ShardMoment):
     """What was known at a moment, or what of it changed. Ids are put in order when they are first read."""
 
     def __init__(
