@@ -17,7 +17,7 @@ from benchmarks.checkpoint_stall import Training
 from benchmarks.command import Options, Report
 from rowmesh import checkpoint
 from rowmesh.checkpoint.background import Base, save_increment
-from rowmesh.checkpoint.changes import Changes
+from rowmesh.checkpoint.changes import ChangedSlots
 from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.series import Series
 
@@ -31,7 +31,7 @@ def measure(options: Options, report: Report, folder: Path) -> None:
     workload, quick = options.workloads[0], options.quick
     num_rows = (50 if quick else options.extra["megabytes"]) * 10**6 // (4 * workload.dim + 4)
     training = Training(num_rows, workload.dim, workload.global_batch, workload.seed)
-    changes, series = Changes(training.embeddings), Series(folder)
+    changes, series = ChangedSlots(training.embeddings), Series(folder)
     touched, record_bytes = 0, sum(tensor.nbytes for tensor in training.tensors.values()) // num_rows
     changes.take()
     began_s = time.perf_counter()

@@ -24,7 +24,7 @@ from rowmesh.exchange.transports import TransportName
 from rowmesh.models.sequence import SequenceEncoder
 from rowmesh.models.sequence.losses import cosine, sampled_softmax
 from rowmesh.run.gradients import SharedGradients
-from rowmesh.run.sequence.exchange import Rows, total
+from rowmesh.run.sequence.exchange import RowShares, total
 from rowmesh.run.sequence.ranking import Seen, rank_targets
 from rowmesh.run.sequence.ranking_metrics import RankingMetrics
 from rowmesh.run.sequence.sharded_softmax import item_range
@@ -259,7 +259,10 @@ class Training:
         """All rows, then the parameters of the network; the same on every rank."""
         mine = item_range(self._data.num_items, self._mesh.rank, self._mesh.world_size)
         rows = self._look_up(torch.arange(mine.start, mine.stop))
-        return [Rows.of(self._mesh, len(rows)).gather(rows), *(each.detach() for each in self._encoder.parameters())]
+        return [
+            RowShares.of(self._mesh, len(rows)).gather(rows),
+            *(each.detach() for each in self._encoder.parameters()),
+        ]
 
 
 def train(mesh: Mesh, settings: dict[str, Any], way: dict[str, Any], file: str | None = None) -> dict[str, Any]:

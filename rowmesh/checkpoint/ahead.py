@@ -13,17 +13,17 @@ from typing import Protocol
 from torch import Tensor
 
 from rowmesh._support.worker import Worker
-from rowmesh.checkpoint.room import Copies
+from rowmesh.checkpoint.room import CopyBuffers
 from rowmesh.errors import RowmeshError
 
 
-class Shard(Protocol):
+class ReadableAhead(Protocol):
     """Rows that are read once, by this thread or by the one that writes, whichever comes first."""
 
     @property
     def num_bytes(self) -> int: ...
     def read_ahead(self, buffer: Tensor, release: Callable[[Tensor], None]) -> bool:
-        """Copies the rows to a buffer, and calls `release` with it when they are not needed any more.
+        """CopyBuffers the rows to a buffer, and calls `release` with it when they are not needed any more.
 
         Returns:
             False where they are read already; the buffer is not used then.
@@ -44,7 +44,7 @@ class ReadAhead:
         failure: why it ended early.
     """
 
-    def __init__(self, shards: Iterable[Shard], copies: Copies) -> None:
+    def __init__(self, shards: Iterable[ReadableAhead], copies: CopyBuffers) -> None:
         self._shards, self._copies = shards, copies
         self._thread = Worker(target=self._run, name="rowmesh checkpoint, reading", daemon=True)
         self._is_begun = False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rowmesh._support.files.regular import read_regular
-from rowmesh.checkpoint.entries import Part, TableEntry
+from rowmesh.checkpoint.entries import RowsPart, TableEntry
 from rowmesh.checkpoint.files import SavedArray, SavedFiles, cannot_read
 from rowmesh.checkpoint.manifest import MANIFEST, Manifest, as_numpy, step_name
 from rowmesh.errors import CheckpointError, DamagedCheckpointError, UnreadableError
@@ -27,7 +27,7 @@ NUM_THREADS = 4
 """Of a rank: while one waits for the disk, others verify and copy, all of which is done without the interpreter."""
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """One checkpoint of a chain."""
 
     folder: Path
@@ -52,25 +52,25 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(text, path)
 
 
-def parent_of(link: Link) -> Path | None:
+def parent_of(link: ChainLink) -> Path | None:
     """Where the checkpoint is that one adds to; None: it is full."""
     parent = link.manifest.parent
     return None if parent is None else link.folder.absolute().parent / step_name(parent.step)
 
 
-def read_chain(folder: Path) -> tuple[Link, ...]:
+def read_chain(folder: Path) -> tuple[ChainLink, ...]:
     """A checkpoint and those that it adds to, the newest first; the last is full.
 
     Raises:
         CheckpointError: one is missing, cannot be read, or is another than the increment was made of.
     """
-    links = [Link(folder, read_manifest(folder))]
+    links = [ChainLink(folder, read_manifest(folder))]
     while (place := parent_of(links[-1])) is not None:
         links.append(_parent(links[-1], place))
     return tuple(links)
 
 
-def _parent(child: Link, place: Path) -> Link:
+def _parent(child: ChainLink, place: Path) -> ChainLink:
     wanted = child.manifest.parent
     assert wanted is not None
     what = f"{child.folder} is an increment of step {wanted.step:,}"
@@ -90,7 +90,7 @@ def _parent(child: Link, place: Path) -> Link:
         )
     if (own := _shapes(child.manifest)) != (other := _shapes(manifest)):
         raise DamagedCheckpointError(f"{what}, and has other tables: {own}, and {place} {other}")
-    return Link(place, manifest)
+    return ChainLink(place, manifest)
 
 
 def _is_missing(path: Path) -> bool:
@@ -210,14 +210,14 @@ def _do_all(copies: Sequence[Callable[[], None]]) -> None:
 
 
 def _map(
-    name: str, files: SavedFiles, part: Part, mapped: dict[str, SavedArray], targets: Mapping[str, Tensor]
+    name: str, files: SavedFiles, part: RowsPart, mapped: dict[str, SavedArray], targets: Mapping[str, Tensor]
 ) -> None:
     for kind, target in targets.items():
         if kind not in mapped:
             mapped[kind] = files.array(name, kind, part.files, target, (part.count, *target.shape[1:]))
 
 
-def _common(part: Part, numbers: range) -> list[tuple[int, range, range]]:
+def _common(part: RowsPart, numbers: range) -> list[tuple[int, range, range]]:
     """Of each range of a part that has some of the rows: its first place in the files, which of its rows, and where in
     `numbers` they are.
     """

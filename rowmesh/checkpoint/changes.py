@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HOOK = "changes"
 
 
-class Changes:
+class ChangedSlots:
     """Notes which slots are updated, in the memory where they are. A store calls it before every update.
 
     Of dynamic tables it keeps which ids they knew, 16 bytes an id: what they know now tells which of these are gone. Of

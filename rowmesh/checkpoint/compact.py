@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rowmesh.checkpoint.chain import Link, read_chain
+from rowmesh.checkpoint.chain import ChainLink, read_chain
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.saved_tables import saved_table
 from rowmesh.checkpoint.write import save
@@ -41,7 +41,7 @@ def compact(folder: Path) -> bool:
 class _Saved:
     """The tables of a chain, as `save` wants those of a collection."""
 
-    def __init__(self, chain: Sequence[Link]) -> None:
+    def __init__(self, chain: Sequence[ChainLink]) -> None:
         self.files = [SavedFiles(*link) for link in chain]
         self._entries = {name: [link.manifest.tables[name] for link in chain] for name in chain[0].manifest.tables}
 

@@ -85,7 +85,7 @@ class WrittenTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class RowsPart:
     """The rows of one table that one rank wrote.
 
     Attributes:
@@ -165,7 +165,7 @@ class RowsEntry:
     text: ClassVar[str] = "rows"
 
     num_rows: int
-    parts: tuple[Part, ...]
+    parts: tuple[RowsPart, ...]
 
     @property
     def file_names(self) -> list[str]:
@@ -374,7 +374,7 @@ class TableEntry:
     dim: Positive
     dtype: str
     optimizer: str
-    parts: tuple[Part, ...]
+    parts: tuple[RowsPart, ...]
     cores: CoresEntry | None = None
     known: KnownEntry | None = None
 
@@ -392,7 +392,7 @@ class TableEntry:
         if form == "ids":
             known = tuple(_known_part(part) for part in parts if part.files)
             return cls(*facts, (), known=KnownEntry(facts_of(spec), known))
-        by_row = [Part(part.rank, tuple(part.ranges), part.files, part.sizes.get(ROWS, 0)) for part in parts]
+        by_row = [RowsPart(part.rank, tuple(part.ranges), part.files, part.sizes.get(ROWS, 0)) for part in parts]
         if not is_increment and (found := sum(part.count for part in by_row)) != spec.num_rows:
             raise CheckpointError(f"table {spec.name!r} has {spec.num_rows} rows, but ranks hold {found}")
         return cls(*facts, tuple(part for part in by_row if part.count))

@@ -47,7 +47,7 @@ class Room:
         self._slabs: list[Tensor] = []
         self._slab = self._used = 0
         self._lock = threading.Lock()
-        self.copies = Copies()
+        self.copies = CopyBuffers()
 
     def tensor(self, dtype: torch.dtype, *shape: int) -> Tensor:
         """Numbers that mean nothing, valid until `reset`; of more than `BLOCK_BYTES` they waste memory."""
@@ -88,7 +88,7 @@ class Room:
         return (available_bytes() // self._sharers + self.copies.held_bytes) // SHARE
 
 
-class Copies:
+class CopyBuffers:
     """Buffers, of `limit_bytes` at most in all, for two threads: one takes them, the other gives them back.
 
     Attributes:
@@ -97,7 +97,7 @@ class Copies:
         has_ended: set where no more are taken until some are given back, or ever.
 
     Example:
-        >>> copies = Copies()
+        >>> copies = CopyBuffers()
         >>> copies.reset(128)
         >>> first, second = copies.take(64), copies.take(64)
         >>> copies.give(first)

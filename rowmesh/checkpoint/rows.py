@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.checkpoint.chain import Link, SavedTable, read_chain
+from rowmesh.checkpoint.chain import ChainLink, SavedTable, read_chain
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import saved_shards
 from rowmesh.checkpoint.manifest import Manifest, as_numpy
@@ -122,8 +122,8 @@ class SavedKnown:
                 yield ids.numpy(), facts[:, 1].numpy(), values
 
 
-def _chain(folder: Path, manifest: Manifest) -> tuple[Link, ...]:
-    return (Link(folder, manifest), *(read_chain(folder)[1:] if manifest.parent else ()))
+def _chain(folder: Path, manifest: Manifest) -> tuple[ChainLink, ...]:
+    return (ChainLink(folder, manifest), *(read_chain(folder)[1:] if manifest.parent else ()))
 
 
 def as_float(values: Tensor) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rowmesh._support.faults import reach
 from rowmesh.checkpoint.ahead import ReadAhead
 from rowmesh.checkpoint.room import SLABS_AHEAD, Room
-from rowmesh.checkpoint.store_snapshot import VALUES, Shard, StoreSnapshot
+from rowmesh.checkpoint.store_snapshot import VALUES, ShardSlots, StoreSnapshot
 from rowmesh.tables.shard import Changed, Form, RowHolder, RowPiece, ShardMoment, TableShard, Which
 
 SHARD_ROWS = 1 << 16
@@ -40,7 +40,7 @@ class Snapshot:
     Args:
         embeddings: whose rows.
         rank: of this process; the first alone writes cores, and copies them at once.
-        changed: what is wanted, as `Changes.take` gives it; None: all.
+        changed: what is wanted, as `ChangedSlots.take` gives it; None: all.
         room: for pre-images and copies, which no other snapshot uses meanwhile; default: of its own.
 
     """
@@ -135,7 +135,7 @@ class FrozenRows:
         rows: which; or ids of a dynamic table, shard by shard.
     """
 
-    def __init__(self, store: StoreSnapshot, rows: range | npt.NDArray[np.int64], slots: Shard) -> None:
+    def __init__(self, store: StoreSnapshot, rows: range | npt.NDArray[np.int64], slots: ShardSlots) -> None:
         self.rows, self._store, self._shard = rows, store, store.add(slots)
         self._lock = threading.Lock()
         self._read: Mapping[str, Tensor] | None = None
@@ -229,7 +229,7 @@ class FrozenShard:
         self._moment.close()
 
 
-def _shard(slots: range | npt.NDArray[np.uint32]) -> Shard:
+def _shard(slots: range | npt.NDArray[np.uint32]) -> ShardSlots:
     return slots if not isinstance(slots, range) or slots.step == 1 else np.array(slots, np.uint32)
 
 

@@ -29,7 +29,7 @@ DEVICE_SHARE = 2
 """Pre-images take at most this part of a device's memory that is free when they begin."""
 
 Slots = npt.NDArray[np.uint32]
-Shard = range | Slots
+ShardSlots = range | Slots
 
 
 class StoreSnapshot:
@@ -54,11 +54,11 @@ class StoreSnapshot:
         self._room, self._store, self.states = room, store, tuple(store.state)
         kinds = [(rows.dtype, tuple(rows.shape[1:])) for rows in _tensors(store).values()]
         self.may_be_ahead, self._kinds = store.is_whole, kinds
-        self._rows: _Rows = _TierRows(store, room) if not store.is_whole else _HostRows(store, room)
+        self._rows: _StoreRows = _TierRows(store, room) if not store.is_whole else _HostRows(store, room)
         if store.is_whole and not store.has_views:
             self._rows = _DeviceRows(store)
         self._lock = threading.Lock()
-        self._shards: list[Shard] = []
+        self._shards: list[ShardSlots] = []
         self._expected: list[Slots] = []
         self._is_read: list[bool] = []
         self._buffer: Tensor | None = None
@@ -69,7 +69,7 @@ class StoreSnapshot:
         """What a copy of so many rows and their states takes."""
         return laid_out_bytes(self._kinds, num_rows)
 
-    def add(self, slots: Shard) -> int:
+    def add(self, slots: ShardSlots) -> int:
         """Adds a shard, before `open` or of slots that are expected; returns its number. No other has any of them."""
         with self._lock:
             self._shards.append(slots)
@@ -149,10 +149,10 @@ class StoreSnapshot:
         return self._buffer
 
 
-class _Rows(Protocol):
+class _StoreRows(Protocol):
     """Rows and states where they are, and their pre-images. `keep` and `settle` are called under one lock."""
 
-    def open(self, due: Sequence[Shard], stop: int) -> None:
+    def open(self, due: Sequence[ShardSlots], stop: int) -> None:
         """Notes which slots, all below `stop`, are to be kept."""
         ...
 
@@ -164,11 +164,11 @@ class _Rows(Protocol):
         """Saves the rows that are to be kept; returns how many."""
         ...
 
-    def copy(self, slots: Shard, out: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, slots: ShardSlots, out: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rows as they are now, to `out` or elsewhere, some of them perhaps half updated: those have pre-images."""
         ...
 
-    def settle(self, slots: Shard) -> Any:
+    def settle(self, slots: ShardSlots) -> Any:
         """They need not be kept any more; returns what `restored` wants to know."""
         ...
 
@@ -189,7 +189,7 @@ class _HostRows:
         self._saved = {kind: PreImages() for kind in _tensors(store)}
         self._num_saved = 0
 
-    def open(self, due: Sequence[Shard], stop: int) -> None:
+    def open(self, due: Sequence[ShardSlots], stop: int) -> None:
         # One more than the place of a slot's pre-image, where it has one.
         self._places = self._room.tensor(torch.int32, stop).numpy().view(np.uint32)
         # Of each slot: 1 where its pre-image is to be saved before an update, else 0, or what `claim` makes of it.
@@ -211,7 +211,7 @@ class _HostRows:
         self._num_saved += len(at)
         return len(at)
 
-    def copy(self, slots: Shard, out: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, slots: ShardSlots, out: dict[str, Tensor]) -> dict[str, Tensor]:
         sources = _tensors(self._store).values()
         if isinstance(slots, range):
             copy_all([source[slots.start : slots.stop] for source in sources], list(out.values()))
@@ -220,7 +220,7 @@ class _HostRows:
                 take(source, slots, of_kind)
         return out
 
-    def settle(self, slots: Shard) -> tuple[Slots, dict[str, list[Block]]]:
+    def settle(self, slots: ShardSlots) -> tuple[Slots, dict[str, list[Block]]]:
         places = settle(self._is_due, self._places, slots)
         return places, {kind: list(saved.blocks) for kind, saved in self._saved.items()}
 
@@ -240,7 +240,7 @@ class _HostRows:
 class _TierRows(_HostRows):
     """A store that has some of its rows in fast memory, and reads the others from where they are."""
 
-    def copy(self, slots: Shard, out: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, slots: ShardSlots, out: dict[str, Tensor]) -> dict[str, Tensor]:
         rows, state = self._store.read_rows(np.array(slots, np.uint32))
         return {VALUES: rows, **state}
 
@@ -252,7 +252,7 @@ class _DeviceRows:
         self._store = store
         self._kept: DevicePreImages | None = None
 
-    def open(self, due: Sequence[Shard], stop: int) -> None:
+    def open(self, due: Sequence[ShardSlots], stop: int) -> None:
         room_bytes = _free_bytes(self._store.device) // DEVICE_SHARE
         self._kept = DevicePreImages(list(_tensors(self._store).values()), due, stop, room_bytes)
 
@@ -262,10 +262,10 @@ class _DeviceRows:
     def keep(self, slots: Tensor, at: Tensor) -> int:
         return self._opened.keep(slots, at)
 
-    def copy(self, slots: Shard, out: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, slots: ShardSlots, out: dict[str, Tensor]) -> dict[str, Tensor]:
         return dict(zip(out, self._opened.copy(slots), strict=True))
 
-    def settle(self, slots: Shard) -> Tensor:
+    def settle(self, slots: ShardSlots) -> Tensor:
         return self._opened.settle(slots)
 
     def restored(self, copied: dict[str, Tensor], claimed: Tensor, out: dict[str, Tensor]) -> dict[str, Tensor]:

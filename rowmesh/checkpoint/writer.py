@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
 from rowmesh.checkpoint.chain import read_manifest
-from rowmesh.checkpoint.changes import HOOK, Changes
+from rowmesh.checkpoint.changes import HOOK, ChangedSlots
 from rowmesh.checkpoint.manifest import Identity, Parent
 from rowmesh.checkpoint.owned import is_whole, remove
 from rowmesh.checkpoint.room import Room
@@ -87,7 +87,7 @@ class Writer:
         self._room = Room(rules.copy_bytes, sharers=mesh.hosts.count(mesh.hosts[mesh.rank]))
         self._parent: Parent | None = None
         # Of several writers, each has to know what changed since its own.
-        self._changes = Changes(rows, f"{HOOK} since {series.folder}") if rules.incremental else None
+        self._changes = ChangedSlots(rows, f"{HOOK} since {series.folder}") if rules.incremental else None
         self._peers = (mesh.with_process_group("checkpoints") if rules.asynchronous else mesh).peers
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rowmesh.checkpoint.changes import Changes as ChangedSlots
+from rowmesh.checkpoint.changes import ChangedSlots
 from rowmesh.errors import PeerError, RowmeshError, StoreError
 from rowmesh.mesh.together import on_all_ranks
 from rowmesh.mesh.waiting import gather_objects

@@ -20,7 +20,7 @@ from rowmesh.run.config import Config
 from rowmesh.run.job import Job
 from rowmesh.run.precision import computing_in
 from rowmesh.run.sequence.evaluation import RankingEvaluation
-from rowmesh.run.sequence.exchange import Rows, total
+from rowmesh.run.sequence.exchange import RowShares, total
 from rowmesh.run.sequence.ranking import rank_targets
 from rowmesh.run.sequence.ranking_metrics import RankingMetrics
 from rowmesh.sparse import SparseBatch
@@ -137,7 +137,7 @@ class _Collector:
 
     def add(self, ids: Tensor, vectors: Tensor) -> None:
         """Takes the items of a batch. Collective; moves `B (W + 1)` numbers to every rank."""
-        rows = Rows.of(self._mesh, len(ids))
+        rows = RowShares.of(self._mesh, len(ids))
         ids, vectors = rows.gather(ids), rows.gather(vectors)
         distinct, inverse = ids.unique(return_inverse=True)
         firsts = torch.full((len(distinct),), len(ids)).scatter_reduce_(0, inverse, torch.arange(len(ids)), "amin")

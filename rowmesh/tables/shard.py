@@ -1,8 +1,7 @@
 """Shards: what a rank holds of a table, in one form for all ways in which tables are stored.
 
 Saving, loading, snapshots, state dictionaries, averages and publishing go by them: `EmbeddingCollection.shards` gives
-the shards of all tables. Readers see `Rows`; a `TableShard` can be set and frozen, too. Loading treats dynamic shards
-apart, which it replaces, and publishing cores, whose vectors it computes.
+the shards of all tables. Readers see `Rows`; a `TableShard` can be set and frozen, too.
 """
 
 from __future__ import annotations
@@ -200,7 +199,7 @@ class LocalCore(LocalRows):
         return {self.name: self.values, **{f"{self.name}.{name}": state for name, state in self.state.items()}}
 
 
-class Places(NamedTuple):
+class PlacedRows(NamedTuple):
     """Rows and where they are in their store.
 
     Attributes:
@@ -237,11 +236,11 @@ class ShardMoment:
 
     expected: npt.NDArray[np.uint32] | None = None
 
-    def __init__(self, places: Sequence[Places] = (), arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+    def __init__(self, places: Sequence[PlacedRows] = (), arrays: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
         self._places, self._arrays = places, arrays or {}
 
     @property
-    def places(self) -> Sequence[Places]:
+    def places(self) -> Sequence[PlacedRows]:
         """The places of the rows, in the order in which they are written."""
         return self._places
 
@@ -262,7 +261,7 @@ class ShardMoment:
 class _ChangedRows(ShardMoment):
     """The rows of a table that changed, and their numbers."""
 
-    def __init__(self, spec: TableSpec, places: Sequence[Places]) -> None:
+    def __init__(self, spec: TableSpec, places: Sequence[PlacedRows]) -> None:
         super().__init__(places)
         self._dtype = row_dtype(spec.num_rows)
 
@@ -367,7 +366,7 @@ class TableShard:
         """One past the last slot of the rows in their store."""
         return 0
 
-    def _places(self, changed: Changed | None) -> Iterator[Places]:
+    def _places(self, changed: Changed | None) -> Iterator[PlacedRows]:
         """The rows in their store, or those of them that changed."""
         yield from ()
 
@@ -470,7 +469,7 @@ class StoredShard(TableShard):
         """One past the last slot."""
         return max((piece.slots.stop for piece in self._held), default=0)
 
-    def _places(self, changed: Changed | None) -> Iterator[Places]:
+    def _places(self, changed: Changed | None) -> Iterator[PlacedRows]:
         """The rows, range by range, or those of each that changed."""
         marks = None if changed is None or not self.num_slots else changed.marks[id(self._store)]
         for piece in self._held:
@@ -479,7 +478,7 @@ class StoredShard(TableShard):
                 picked = np.flatnonzero(marks[slots.start : slots.stop : slots.step])
                 rows, slots = rows.start + picked * rows.step, (slots.start + picked * slots.step).astype(np.uint32)
             if len(rows):
-                yield Places(rows, slots)
+                yield PlacedRows(rows, slots)
 
     def freeze(self, changed: Changed | None) -> ShardMoment:
         """All rows, or those that changed; see `TableShard`."""

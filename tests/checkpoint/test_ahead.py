@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from rowmesh.checkpoint.ahead import ReadAhead
-from rowmesh.checkpoint.room import Copies
+from rowmesh.checkpoint.room import CopyBuffers
 
 
 class Shard:
@@ -25,7 +25,7 @@ class Shard:
 
 
 def copies_of(limit_bytes):
-    copies = Copies()
+    copies = CopyBuffers()
     copies.reset(limit_bytes)
     return copies
 

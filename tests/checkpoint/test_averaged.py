@@ -8,7 +8,7 @@ import torch
 
 from rowmesh import Adam, EmbeddingCollection, EmbeddingOptimizer, TableSpec, checkpoint
 from rowmesh.checkpoint.background import BackgroundSave
-from rowmesh.checkpoint.changes import Changes
+from rowmesh.checkpoint.changes import ChangedSlots
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Dynamic, Uniform
@@ -69,7 +69,7 @@ def save_both_ways(mesh, folder, is_whole, table):
 
 def note_changes(mesh, is_whole):
     training = Training(mesh, is_whole=is_whole)
-    changes = Changes(training.embeddings)
+    changes = ChangedSlots(training.embeddings)
     assert changes.take() is None
     found = []
     for _ in range(3):

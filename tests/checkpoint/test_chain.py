@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from rowmesh import EmbeddingCollection, TableSpec, checkpoint
 from rowmesh.checkpoint import CheckpointError, read_manifest
 from rowmesh.checkpoint.background import BackgroundSave, Base, save_increment
-from rowmesh.checkpoint.changes import Changes
+from rowmesh.checkpoint.changes import ChangedSlots
 from rowmesh.checkpoint.compact import compact
 from rowmesh.checkpoint.manifest import Parent
 from rowmesh.checkpoint.rows import SavedRows
@@ -35,7 +35,7 @@ class Chains:
     """Writes a checkpoint as an increment and as a full one, in two series."""
 
     def __init__(self, mesh, folder, training):
-        self._mesh, self._training, self._changes = mesh, training, Changes(training.embeddings)
+        self._mesh, self._training, self._changes = mesh, training, ChangedSlots(training.embeddings)
         self.found, self.expected = Series(folder / "found"), Series(folder / "expected")
         self._peers = mesh.with_process_group("checkpoints").peers
         self._parent = None
@@ -183,7 +183,7 @@ def test_an_increment_has_the_rows_that_changed_alone(trained):
 
 def test_without_notes_it_lacks_some(trained, tmp_path, monkeypatch):
     """That increments depend on the notes: else the equality above says nothing."""
-    monkeypatch.setattr(Changes, "take", lambda _: Changed({}))
+    monkeypatch.setattr(ChangedSlots, "take", lambda _: Changed({}))
     monkeypatch.setattr("rowmesh.checkpoint.background.Snapshot", lambda source, rank, _: _Nothing(source, rank))
     write_chain(Mesh(), tmp_path / "blind", CASE, ["step", "increment"])
     with pytest.raises(AssertionError):

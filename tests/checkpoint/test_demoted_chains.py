@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, SparseBatch, checkpoint
 from rowmesh.checkpoint import CheckpointError, read_manifest
-from rowmesh.checkpoint.changes import Changes
+from rowmesh.checkpoint.changes import ChangedSlots
 from rowmesh.checkpoint.compact import compact
 from rowmesh.checkpoint.rows import SavedKnown
 from rowmesh.checkpoint.series import Series, verify
@@ -239,7 +239,7 @@ def test_where_the_store_does_not_answer_the_next_is_full(few, monkeypatch):
     def fail(self):
         raise StoreError("no answer")
 
-    changes = Changes(few.embeddings, "another")
+    changes = ChangedSlots(few.embeddings, "another")
     few.see(1)
     changes.take()
     few.see(2)

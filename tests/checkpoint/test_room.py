@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 
 from rowmesh.checkpoint import room as module
-from rowmesh.checkpoint.room import SLAB_BYTES, Copies, Room
+from rowmesh.checkpoint.room import SLAB_BYTES, CopyBuffers, Room
 
 
 def copies_of(limit_bytes):
-    copies = Copies()
+    copies = CopyBuffers()
     copies.reset(limit_bytes)
     return copies
 

@@ -12,7 +12,7 @@ from rowmesh.data.events.raw_ids import RawIds
 from rowmesh.mesh import Mesh
 from rowmesh.run.job import Job
 from rowmesh.run.sequence.data import ITEM
-from rowmesh.run.sequence.exchange import Rows
+from rowmesh.run.sequence.exchange import RowShares
 from rowmesh.run.sequence.ranking import Seen, Standings, rank_targets
 from rowmesh.run.sequence.sharded_softmax import item_range
 
@@ -40,7 +40,7 @@ class Candidates:
         if not table.takes_any_id:
             return cls(torch.arange(num_items), are_all=True)
         mine = job.embeddings.known_rows(ITEM).ids
-        return cls(Rows.of(job.mesh, len(mine)).gather(mine).unique(), are_all=False)  # replicas know the same
+        return cls(RowShares.of(job.mesh, len(mine)).gather(mine).unique(), are_all=False)  # replicas know the same
 
     def named(self, raw: RawIds | None) -> Candidates:
         """Those that some data have, where ids are raw: of others the name is not known."""

@@ -19,7 +19,7 @@ _DOING = "scoring items"
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShares:
     """How many rows each rank contributes.
 
     Attributes:
@@ -31,11 +31,11 @@ class Rows:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(mesh: Mesh, count: int) -> Rows:
+    def of(mesh: Mesh, count: int) -> RowShares:
         """From this rank's number of rows; moves 8 bytes a rank."""
         counts = torch.zeros(mesh.world_size, dtype=torch.int64)
         counts[mesh.rank] = count
-        return Rows(mesh, tuple(total(mesh, counts).tolist()))
+        return RowShares(mesh, tuple(total(mesh, counts).tolist()))
 
     @property
     def mine(self) -> slice:

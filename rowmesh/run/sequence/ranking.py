@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rowmesh.errors import RowmeshError
 from rowmesh.mesh import Mesh
-from rowmesh.run.sequence.exchange import Rows, total
+from rowmesh.run.sequence.exchange import RowShares, total
 
 USERS = 256
 """Users that are scored at a time."""
@@ -72,7 +72,7 @@ def rank_targets(
     wrong = torch.tensor([int(not (queries.isfinite().all() and items.isfinite().all()))])
     if int(total(mesh, wrong)):
         raise RowmeshError("vectors of users or items are not finite, so items cannot be ranked; lower optimizer.lr")
-    rows = Rows.of(mesh, len(queries))
+    rows = RowShares.of(mesh, len(queries))
     users, seen_items = _all_seen(mesh, seen, rows)
     queries, targets = rows.gather(queries), rows.gather(targets) - first_item
     here = (targets >= 0) & (targets < len(items))
@@ -119,10 +119,10 @@ def _chunks(count: int) -> list[slice]:
     return [slice(start, min(start + USERS, count)) for start in range(0, count, USERS)]
 
 
-def _all_seen(mesh: Mesh, seen: Seen | None, rows: Rows) -> tuple[Tensor, Tensor]:
+def _all_seen(mesh: Mesh, seen: Seen | None, rows: RowShares) -> tuple[Tensor, Tensor]:
     """Users, in rising order by their position among all ranks', and what each of them has seen."""
     if seen is None:
         return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     users, items = seen.pairs()
-    pairs = Rows.of(mesh, len(users))
+    pairs = RowShares.of(mesh, len(users))
     return pairs.gather(users + rows.mine.start), pairs.gather(items)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rowmesh.mesh import Mesh
 from rowmesh.models.sequence.losses import Scoring
-from rowmesh.run.sequence.exchange import Rows, largest, total
+from rowmesh.run.sequence.exchange import RowShares, largest, total
 
 
 def item_range(num_items: int, rank: int, world_size: int) -> range:
@@ -64,7 +64,7 @@ class _Sharded(torch.autograd.Function):
         first_item: int,
         chunk_size: int | None,
     ) -> Tensor:
-        rows = Rows.of(mesh, len(queries))
+        rows = RowShares.of(mesh, len(queries))
         queries, targets = rows.gather(queries), rows.gather(targets) - first_item
         scoring = Scoring.of(queries, items, chunk_size)
         log_sums = _over_ranks(mesh, scoring.log_sum_exp(queries, items))

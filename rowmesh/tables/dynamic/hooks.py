@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.hooks import RemovableHandle
 
 from rowmesh.errors import RowmeshError
-from rowmesh.tables.dynamic.state import Opened
+from rowmesh.tables.dynamic.state import OpenedIds
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class DecisionHooks:
         """The numbers of the hooks that are registered now, for `__call__`."""
         return tuple(self._hooks)
 
-    def __call__(self, numbers: Sequence[int], step: int, ids: np.ndarray, counts: np.ndarray, opened: Opened) -> None:
+    def __call__(
+        self, numbers: Sequence[int], step: int, ids: np.ndarray, counts: np.ndarray, opened: OpenedIds
+    ) -> None:
         """Tells what was decided.
 
         Args:

@@ -23,7 +23,7 @@ from rowmesh.tables.dynamic.known_ids import KnownIds
 from rowmesh.tables.dynamic.layout import num_spare, num_used, rules_of
 from rowmesh.tables.dynamic.shards import DynamicShards
 from rowmesh.tables.dynamic.spec import Dynamic
-from rowmesh.tables.dynamic.state import NONE, Before, MergedFacts, Opened, ShardState, Statistics, United
+from rowmesh.tables.dynamic.state import NONE, Before, MergedFacts, OpenedIds, ShardState, Statistics, United
 from rowmesh.tables.dynamic.stores import RecordStore
 from rowmesh.tables.row_store import Piece
 
@@ -80,7 +80,7 @@ class _Untold:
     step: int
     ids: np.ndarray
     counts: np.ndarray
-    opened: Opened
+    opened: OpenedIds
 
 
 class OwnedTable:
@@ -200,7 +200,7 @@ class OwnedTable:
             assert self.hooks is not None
             self.hooks(each.hooks, each.step, each.ids, each.counts, each.opened)
 
-    def _take(self, ids: np.ndarray, counts: np.ndarray, opened: Opened, change: Change) -> DynamicCounters:
+    def _take(self, ids: np.ndarray, counts: np.ndarray, opened: OpenedIds, change: Change) -> DynamicCounters:
         """Writes the rows of new ids, and notes what has changed; returns what was counted."""
         num_new = opened.num_admitted + opened.num_dropped
         if num_new:
@@ -220,7 +220,7 @@ class OwnedTable:
         step: int,
         scores: np.ndarray | None,
         time: int,
-    ) -> tuple[Opened, Change]:
+    ) -> tuple[OpenedIds, Change]:
         """The same where evicted ids are demoted; the rows of those that come back are there afterwards."""
         unknown = np.flatnonzero(self.shards.find(ids) < 0)
         found = demoted.find(self._changes, ids[unknown])
@@ -331,7 +331,7 @@ class OwnedTable:
         self.counters.hits -= num_hits
 
     @staticmethod
-    def _counted(opened: Opened, counts: np.ndarray, num_forgotten: int) -> DynamicCounters:
+    def _counted(opened: OpenedIds, counts: np.ndarray, num_forgotten: int) -> DynamicCounters:
         return DynamicCounters(
             "",
             steps=1,
@@ -588,7 +588,7 @@ def _no_sketch(rules: Dynamic) -> np.ndarray:
     return np.zeros((rules.sketch_depth if rules.sketch_width else 0, rules.sketch_width), np.int64)
 
 
-def _change_of(number: int, ids: np.ndarray, opened: Opened) -> Change:
+def _change_of(number: int, ids: np.ndarray, opened: OpenedIds) -> Change:
     order = np.argsort(opened.evicted_ids)
     return Change(
         number=number,

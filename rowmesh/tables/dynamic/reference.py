@@ -29,7 +29,7 @@ from rowmesh.errors import NoRoomError
 from rowmesh.tables.dynamic.event_clock import NO_TIME
 from rowmesh.tables.dynamic.hashing import hash_of, shard_of, sketch_columns
 from rowmesh.tables.dynamic.spec import Dynamic
-from rowmesh.tables.dynamic.state import FRACTION_BITS, MAX, Opened, ShardState, Statistics, check_batch, check_step
+from rowmesh.tables.dynamic.state import FRACTION_BITS, MAX, OpenedIds, ShardState, Statistics, check_batch, check_step
 
 INFINITE = float("inf")
 
@@ -67,7 +67,7 @@ class ReferenceShards:
 
     def open(
         self, ids: np.ndarray, counts: np.ndarray, step: int, scores: np.ndarray | None = None, time: int = NO_TIME
-    ) -> Opened:
+    ) -> OpenedIds:
         check_batch(self.table, ids, counts, scores, self.rules.eviction == "score")
         check_step(self.table, step, self._step)
         batch = dict(zip(ids.tolist(), counts.tolist(), strict=True))
@@ -159,7 +159,7 @@ class ReferenceShards:
                 score = self._new_score(0, candidates[i], given[i], step)
                 self._shards[home[i]].entries[i] = _Entry(frames[i], candidates[i], step, score, self._now)
         self._step, self._window = step, window
-        return Opened(
+        return OpenedIds(
             frames=np.array([frames[i] for i in batch], np.int64),
             fresh=np.array([i in candidates for i in batch], bool),
             guest=np.array([i in candidates and i not in admitted for i in batch], bool),

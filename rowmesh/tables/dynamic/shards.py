@@ -27,7 +27,7 @@ from rowmesh.tables.dynamic.state import (
     NONE,
     Before,
     MergedFacts,
-    Opened,
+    OpenedIds,
     Promoted,
     ShardState,
     Statistics,
@@ -136,7 +136,7 @@ class DynamicShards:
         scores: np.ndarray | None = None,
         time: int = NO_TIME,
         promoted: Promoted = _NOTHING,
-    ) -> Opened:
+    ) -> OpenedIds:
         """Takes a step's decisions. Every step is opened, also without ids.
 
         Args:
@@ -176,7 +176,7 @@ class DynamicShards:
         fresh[new], guest[new[~decision.admitted]], came_back[promoted.places] = True, True, True
         if self.expiry.is_used:
             self.expiry.add(step, past, frames[~guest], self.host_index.records)
-        opened = Opened.of(frames, fresh, guest, came_back, evicted)
+        opened = OpenedIds.of(frames, fresh, guest, came_back, evicted)
         if not self.keeps_before:
             return opened
         left = opened.evicted_ids, opened.evicted_frames, opened.evicted_facts
@@ -190,7 +190,7 @@ class DynamicShards:
         if self._candidates is not None:
             self._candidates.undo()
 
-    def open_found(self, found: LookedUp, seen: SeenIds, step: int) -> tuple[np.ndarray, np.ndarray, Opened]:
+    def open_found(self, found: LookedUp, seen: SeenIds, step: int) -> tuple[np.ndarray, np.ndarray, OpenedIds]:
         """Takes a step's decisions where the index is on a device, which has found the ids.
 
         Afterwards `found` has the frames of all ids. `seen` is what the index says of them.
@@ -212,7 +212,7 @@ class DynamicShards:
         frames = self._enter(unknown, decision, evicted[0], step)
         index.put(found, seen.places, frames)
         fresh = np.ones(len(frames), bool)
-        opened = Opened.of(frames, fresh, ~decision.admitted, ~fresh, evicted)
+        opened = OpenedIds.of(frames, fresh, ~decision.admitted, ~fresh, evicted)
         return seen.ids, seen.counts, replace(opened, num_hits=int(seen.touched.sum()))
 
     def undo(self, before: Before, pinned: np.ndarray = NONE) -> None:

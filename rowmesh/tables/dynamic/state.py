@@ -43,7 +43,7 @@ class Before:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedIds:
     """What became of a step's ids. Numbers are of distinct ids, not of occurrences.
 
     Attributes:
@@ -82,7 +82,7 @@ class Opened:
         guest: np.ndarray,
         promoted: np.ndarray,
         evicted: tuple[np.ndarray, np.ndarray, np.ndarray],
-    ) -> Opened:
+    ) -> OpenedIds:
         """With the numbers that follow; `evicted` are frames, ids and facts."""
         left, left_ids, facts = evicted
         num_new, num_guests = int(fresh.sum()), int(guest.sum())

@@ -29,7 +29,7 @@ from rowmesh.tables.dynamic.records import (
 from rowmesh.tables.dynamic.saved_shards import SavedShards
 from rowmesh.tables.dynamic.state import NONE, ShardState
 from rowmesh.tables.dynamic.stored_changes import Touched
-from rowmesh.tables.shard import Changed, Form, LogicalShards, Places, RowPiece, ShardMoment, TableShard, Vectors
+from rowmesh.tables.shard import Changed, Form, LogicalShards, PlacedRows, RowPiece, ShardMoment, TableShard, Vectors
 from rowmesh.tables.spec import TableSpec
 
 CHUNK_ROWS = 1 << 14
@@ -126,13 +126,13 @@ class DynamicShard(TableShard):
         for first in range(0, max(len(ids), 1), CHUNK_ROWS):
             yield ids[first : first + CHUNK_ROWS], slots[first : first + CHUNK_ROWS]
 
-    def _places(self, changed: Changed | None) -> Iterator[Places]:
+    def _places(self, changed: Changed | None) -> Iterator[PlacedRows]:
         """The ids in fast memory, or those of them whose rows changed."""
         if self._found is None:
             return
         for ids, slots in self._placed():
             kept = slice(None) if changed is None else changed.marks[id(self._arena)][slots] != 0
-            yield Places(ids[kept], slots[kept])
+            yield PlacedRows(ids[kept], slots[kept])
 
     def gone(self, before: np.ndarray, changed: Changed | None) -> np.ndarray:
         """Ids that left the table; see `TableShard`."""
@@ -255,10 +255,10 @@ class _DynamicMoment(ShardMoment):
         self.expected = slots(known.frames).astype(np.uint32)
 
     @property
-    def places(self) -> Sequence[Places]:
+    def places(self) -> Sequence[PlacedRows]:
         """The rows in the order of the ids."""
         ids, frames = self._known.placed
-        return [Places(ids, self._slots(frames).astype(np.uint32))]
+        return [PlacedRows(ids, self._slots(frames).astype(np.uint32))]
 
     @property
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
