@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -25,7 +25,6 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT, DEMOTED_INCREMENT_FORMAT = 1, 2, 3, 4, 5
 """Of full ones, of increments, of both where there are dynamic tables, and of increments where these demote ids."""
-_SAME_CONFIGURATION = "use the configuration it was trained with"
 
 
 @dataclass(frozen=True)
@@ -108,31 +107,32 @@ class RowsPart:
         return self.num_changed + sum(part.count for part in self.ranges)
 
 
-class Content(Protocol):
+class Content:
     """What is saved of a table in one of three forms.
 
     Attributes:
         form: what finds its entries.
-        formats: the number of a full manifest, and that of an increment, which has such a table.
     """
 
-    @property
-    def form(self) -> Form: ...
-    @property
-    def formats(self) -> tuple[int, int]: ...
-    @property
-    def file_names(self) -> list[str]:
-        """The names of all its files."""
-        ...
+    form: ClassVar[Form]
 
     @property
     def text(self) -> str:
         """What increments must have in common with what they add to."""
-        ...
+        return self.form
+
+    @property
+    def formats(self) -> tuple[int, int]:
+        """The number of a full manifest, and that of an increment, which has such a table."""
+        return FORMAT, INCREMENT_FORMAT
+
+    @property
+    def file_names(self) -> list[str]:
+        """The names of all its files."""
+        raise NotImplementedError
 
     def check(self, name: str, *, is_increment: bool) -> None:
         """Raises ValueError where it is what no writer wrote."""
-        ...
 
     def compared(self, spec: TableSpec, num_rows: int) -> dict[str, tuple[Any, Any]]:
         """By name, what is saved and what a table of the same form has.
@@ -144,15 +144,15 @@ class Content(Protocol):
         Raises:
             CheckpointError: the table has no room.
         """
-        ...
+        return {"num_rows": (num_rows, spec.num_rows)}
 
     def advice(self, name: str) -> str:
         """What to do where a table has something else of that name."""
-        ...
+        return "use the configuration it was trained with"
 
 
 @dataclass(frozen=True)
-class RowsEntry:
+class RowsEntry(Content):
     """The rows of a table that is stored by row.
 
     Attributes:
@@ -161,8 +161,6 @@ class RowsEntry:
     """
 
     form: ClassVar[Form] = "rows"
-    formats: ClassVar[tuple[int, int]] = FORMAT, INCREMENT_FORMAT
-    text: ClassVar[str] = "rows"
 
     num_rows: int
     parts: tuple[RowsPart, ...]
@@ -171,14 +169,6 @@ class RowsEntry:
     def file_names(self) -> list[str]:
         """See `Content`."""
         return [name for part in self.parts for name in part.files.values()]
-
-    def compared(self, spec: TableSpec, num_rows: int) -> dict[str, tuple[Any, Any]]:
-        """See `Content`."""
-        return {"num_rows": (num_rows, spec.num_rows)}
-
-    def advice(self, name: str) -> str:
-        """See `Content`."""
-        return _SAME_CONFIGURATION
 
     def check(self, name: str, *, is_increment: bool) -> None:
         """See `Content`."""
@@ -211,7 +201,7 @@ class RowsEntry:
 
 
 @dataclass(frozen=True)
-class CoresEntry:
+class CoresEntry(Content):
     """The cores of a tensor-train table.
 
     Attributes:
@@ -220,8 +210,6 @@ class CoresEntry:
     """
 
     form: ClassVar[Form] = "cores"
-    formats: ClassVar[tuple[int, int]] = FORMAT, INCREMENT_FORMAT
-    text: ClassVar[str] = "cores"
 
     row_factors: tuple[Positive, ...]
     dim_factors: tuple[Positive, ...]
@@ -233,17 +221,10 @@ class CoresEntry:
         """See `Content`."""
         return list(self.files.values())
 
-    def check(self, name: str, *, is_increment: bool) -> None:
-        """See `Content`: files are looked for when they are read."""
-
     def compared(self, spec: TableSpec, num_rows: int) -> dict[str, tuple[Any, Any]]:
         """See `Content`."""
         names, here = ("row_factors", "dim_factors", "ranks"), spec.tensor_train_shape
-        return {"num_rows": (num_rows, spec.num_rows)} | {n: (getattr(self, n), getattr(here, n)) for n in names}
-
-    def advice(self, name: str) -> str:
-        """See `Content`."""
-        return _SAME_CONFIGURATION
+        return super().compared(spec, num_rows) | {n: (getattr(self, n), getattr(here, n)) for n in names}
 
 
 @dataclass(frozen=True)
@@ -279,7 +260,7 @@ class KnownPart:
 
 
 @dataclass(frozen=True)
-class KnownEntry:
+class KnownEntry(Content):
     """What a dynamic table knows.
 
     Attributes:
@@ -340,7 +321,7 @@ class KnownEntry:
         """See `Content`: what makes a rule that of the checkpoint, which capacity need not be."""
         saved = self.rules.get(name)
         if saved is None:
-            return _SAME_CONFIGURATION
+            return super().advice(name)
         if name == "store_capacity" and not saved:
             return "a dynamic table grows in its capacity alone: leave store_capacity out"
         return (
@@ -398,7 +379,7 @@ class TableEntry:
         return cls(*facts, tuple(part for part in by_row if part.count))
 
     @property
-    def content(self) -> RowsEntry | CoresEntry | KnownEntry:
+    def content(self) -> Content:
         """What is saved of it."""
         return self.known or self.cores or RowsEntry(self.num_rows, self.parts)
 
