@@ -297,14 +297,15 @@ def saved_shards(
     """
     links = []
     for entry, of in zip(entries, files, strict=True):
-        links.append([SavedPart(table, entry, part, of, forms or {}) for part in _known(entry).parts])
+        links.append([SavedPart(table, entry, part, of, forms or {}) for part in known_entry(entry).parts])
     if len(links) == 1:
         return links[0]
-    rules = _known(entries[0]).rules
+    rules = known_entry(entries[0]).rules
     wanted = range(int(rules["shards"])) if shards is None else shards
     return [MergedShards(table, links, wanted, in_order=bool(rules.get("store_capacity")))]
 
 
-def _known(entry: TableEntry) -> KnownEntry:
+def known_entry(entry: TableEntry) -> KnownEntry:
+    """The entry of a dynamic table."""
     assert entry.known is not None
     return entry.known

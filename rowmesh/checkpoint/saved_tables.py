@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from torch import Tensor
 from rowmesh.checkpoint.chain import SavedTable
 from rowmesh.checkpoint.entries import CoresEntry, KnownEntry, RowsEntry, TableEntry
 from rowmesh.checkpoint.files import SavedFiles
-from rowmesh.checkpoint.known import NUMBERS, saved_shards
+from rowmesh.checkpoint.known import NUMBERS, known_entry, saved_shards
 from rowmesh.checkpoint.manifest import as_numpy
 from rowmesh.exchange.resolve.known import no_state
 from rowmesh.tables.dynamic import demoted_records as demoted
@@ -29,8 +29,17 @@ SHARD_BYTES = 64 << 20
 """Of rows that are in memory at once."""
 
 
-class Saved(Protocol):
-    """A table that was saved."""
+class Saved:
+    """A table that was saved.
+
+    Args:
+        table: its name.
+        entries: of the table, the newest first.
+        files: of the same checkpoints.
+    """
+
+    def __init__(self, table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> None:
+        self._table, self._entries, self._files = table, entries, files
 
     def load(self, shard: TableShard, *, optimizer_state: bool) -> None:
         """Sets what this rank holds of a table of the same form.
@@ -38,29 +47,23 @@ class Saved(Protocol):
         Raises:
             CheckpointError: a file is missing, damaged, or has something else.
         """
-        ...
+        raise NotImplementedError
 
     def whole(self) -> Rows:
         """All of it, to be written, as it is in the files: of bfloat16 the bits."""
-        ...
+        raise NotImplementedError
 
 
 def saved_table(table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> Saved:
-    """The reader of a table.
-
-    Args:
-        table: its name.
-        entries: of the table, the newest first.
-        files: of the same checkpoints.
-    """
+    """The reader of a table, by the form of its newest entry; see `Saved`."""
     return _READERS[type(entries[0].content)](table, entries, files)
 
 
-class _SavedByRow:
+class _SavedByRow(Saved):
     """Rows that have numbers."""
 
     def __init__(self, table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> None:
-        self._table, self._entries, self._files = table, entries, files
+        super().__init__(table, entries, files)
         self._saved = SavedTable(table, entries, files)
 
     def load(self, shard: TableShard, *, optimizer_state: bool) -> None:
@@ -87,13 +90,14 @@ class _SavedByRow:
         return _WholeTable(_spec(self._table, self._entries[0]), "rows", pieces={"": pieces})
 
 
-class _SavedCores:
+class _SavedCores(Saved):
     """Cores, which an increment has whole."""
 
-    def __init__(self, table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> None:
-        self._table, self._entry, self._files = table, entries[0], files[0]
-        assert self._entry.cores is not None
-        self._cores = self._entry.cores
+    @property
+    def _cores(self) -> CoresEntry:
+        found = self._entries[0].cores
+        assert found is not None
+        return found
 
     def load(self, shard: TableShard, *, optimizer_state: bool) -> None:
         """See `Saved`."""
@@ -101,27 +105,28 @@ class _SavedCores:
             for name, target in view.fields.items():
                 if optimizer_state or "." not in name:
                     own = target.cpu()  # a copy where cores are on a device
-                    as_numpy(own)[:] = self._files.array(self._table, name, self._cores.files, own, tuple(own.shape))[:]
+                    as_numpy(own)[:] = self._files[0].array(
+                        self._table, name, self._cores.files, own, tuple(own.shape)
+                    )[:]
                     target.copy_(own)
             view.commit()
 
     def whole(self) -> Rows:
         """See `Saved`."""
-        return _WholeTable(_spec(self._table, self._entry), "cores", self._arrays(), is_common=True)
+        return _WholeTable(_spec(self._table, self._entries[0]), "cores", self._arrays(), is_common=True)
 
     def _arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         for kind, file in self._cores.files.items():
-            like = self._files.like(file)
-            yield kind, np.array(self._files.array(self._table, kind, self._cores.files, like, tuple(like.shape))[:])
+            like = self._files[0].like(file)
+            yield kind, np.array(self._files[0].array(self._table, kind, self._cores.files, like, tuple(like.shape))[:])
 
 
-class _SavedIds:
+class _SavedIds(Saved):
     """What a dynamic table knows."""
 
-    def __init__(self, table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> None:
-        self._table, self._entries, self._files = table, entries, files
-        assert entries[0].known is not None
-        self._known = entries[0].known
+    @property
+    def _known(self) -> KnownEntry:
+        return known_entry(self._entries[0])
 
     def load(self, shard: TableShard, *, optimizer_state: bool) -> None:
         """See `Saved`."""
