@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowmesh.checkpoint.chain import ChainLink, SavedTable, read_chain
+from rowmesh.checkpoint.chain import ChainLink, read_chain
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import saved_shards
-from rowmesh.checkpoint.manifest import Manifest, as_numpy
+from rowmesh.checkpoint.manifest import Manifest
+from rowmesh.checkpoint.saved_tables import saved_table
 from rowmesh.errors import CheckpointError
-from rowmesh.ops.prefixes import Workspace, sort_ids
-from rowmesh.ops.tensor_train import Lookup
 from rowmesh.tables.dynamic import demoted_records as demoted
-from rowmesh.tables.tensor_train import TensorTrainShape
 
 DEMOTED_VALUES = f"{demoted.PREFIX}values"
 
@@ -43,10 +40,10 @@ class SavedRows:
             raise CheckpointError(f"the model in {folder} has no table {table!r}, only: {', '.join(manifest.tables)}")
         chain = _chain(folder, manifest)
         files = [SavedFiles(*link, verify=verify) for link in chain]
-        self._files, self._entry, self.table = files[0], manifest.tables[table], table
-        self._saved = SavedTable(table, [link.manifest.tables[table] for link in chain], files)
-        self.num_rows, self.dim = self._entry.num_rows, self._entry.dim
-        self.dtype: torch.dtype = getattr(torch, self._entry.dtype)
+        entry, self.table = manifest.tables[table], table
+        self._saved = saved_table(table, [link.manifest.tables[table] for link in chain], files)
+        self.num_rows, self.dim = entry.num_rows, entry.dim
+        self.dtype: torch.dtype = getattr(torch, entry.dtype)
 
     def read(self, rows: range) -> Tensor:
         """Values `[len(rows), D]` of the table's dtype, with memory of their own.
@@ -55,36 +52,9 @@ class SavedRows:
             CheckpointError: a file is missing or damaged, or a row is in no file.
         """
         values = torch.empty(len(rows), self.dim, dtype=self.dtype, device="cpu")
-        if not len(rows):
-            return values
-        if self._entry.cores is None:
-            self._saved.fill(rows, {"values": values})
-        else:
-            self._compute(rows, values)
+        if len(rows):
+            self._saved.fill(rows, values)
         return values
-
-    def _compute(self, rows: range, values: Tensor) -> None:
-        """The bits that a look-up of the same ids gives."""
-        shape, cores = self._cores
-        ids = torch.arange(rows.start, rows.stop, rows.step, device="cpu")
-        found = sort_ids(ids, shape.num_rows, shape.row_factors, self._workspace, is_distinct=True)
-        Lookup(found).rows(cores, values, keep=False)
-
-    @cached_property
-    def _workspace(self) -> Workspace:
-        return Workspace()
-
-    @cached_property
-    def _cores(self) -> tuple[TensorTrainShape, tuple[Tensor, ...]]:
-        entry = self._entry.cores
-        assert entry is not None
-        factors: Any = (entry.row_factors, entry.dim_factors, entry.ranks)
-        shape, cores = TensorTrainShape(self.num_rows, self.dim, *factors), []
-        for number, of_core in enumerate(shape.core_shapes, start=1):
-            core = torch.empty(of_core, dtype=self.dtype, device="cpu")
-            as_numpy(core)[:] = self._files.array(self.table, f"core{number}", entry.files, core, tuple(of_core))[:]
-            cores.append(core)
-        return shape, tuple(cores)
 
 
 class SavedKnown:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import cached_property
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,10 +21,14 @@ from rowmesh.checkpoint.entries import CoresEntry, KnownEntry, RowsEntry, TableE
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import NUMBERS, known_entry, saved_shards
 from rowmesh.checkpoint.manifest import as_numpy
+from rowmesh.errors import CheckpointError
 from rowmesh.exchange.resolve.known import no_state
+from rowmesh.ops.prefixes import Workspace, sort_ids
+from rowmesh.ops.tensor_train import Lookup
 from rowmesh.tables.dynamic import demoted_records as demoted
 from rowmesh.tables.dynamic.records import REMOVED
 from rowmesh.tables.shard import Form, LogicalShards, Rows, TableShard
+from rowmesh.tables.tensor_train import TensorTrainShape
 
 SHARD_BYTES = 64 << 20
 """Of rows that are in memory at once."""
@@ -49,6 +54,14 @@ class Saved:
         """
         raise NotImplementedError
 
+    def fill(self, rows: range, values: Tensor) -> None:
+        """Reads values `[len(rows), D]` of rows that have numbers.
+
+        Raises:
+            CheckpointError: see `load`; or rows have ids.
+        """
+        raise CheckpointError(f"the rows of table {self._table!r} have ids and no numbers; SavedKnown reads them")
+
     def whole(self) -> Rows:
         """All of it, to be written, as it is in the files: of bfloat16 the bits."""
         raise NotImplementedError
@@ -71,6 +84,10 @@ class _SavedByRow(Saved):
         for view in shard.views:
             self._saved.fill(view.rows, {"values": view.values, **(view.state if optimizer_state else {})})
             view.commit()
+
+    def fill(self, rows: range, values: Tensor) -> None:
+        """See `Saved`."""
+        self._saved.fill(rows, {"values": values})
 
     def whole(self) -> Rows:
         """See `Saved`."""
@@ -105,11 +122,36 @@ class _SavedCores(Saved):
             for name, target in view.fields.items():
                 if optimizer_state or "." not in name:
                     own = target.cpu()  # a copy where cores are on a device
-                    as_numpy(own)[:] = self._files[0].array(
-                        self._table, name, self._cores.files, own, tuple(own.shape)
-                    )[:]
+                    self._read(name, own)
                     target.copy_(own)
             view.commit()
+
+    def fill(self, rows: range, values: Tensor) -> None:
+        """Computes the bits that a look-up of the same ids gives."""
+        shape, cores = self._read_cores
+        ids = torch.arange(rows.start, rows.stop, rows.step, device="cpu")
+        found = sort_ids(ids, shape.num_rows, shape.row_factors, self._workspace, is_distinct=True)
+        Lookup(found).rows(cores, values, keep=False)
+
+    @cached_property
+    def _workspace(self) -> Workspace:
+        return Workspace()
+
+    @cached_property
+    def _read_cores(self) -> tuple[TensorTrainShape, tuple[Tensor, ...]]:
+        entry, cores = self._entries[0], list[Tensor]()
+        factors: Any = (self._cores.row_factors, self._cores.dim_factors, self._cores.ranks)
+        shape = TensorTrainShape(entry.num_rows, entry.dim, *factors)
+        for number, of_core in enumerate(shape.core_shapes, start=1):
+            core = torch.empty(of_core, dtype=getattr(torch, entry.dtype), device="cpu")
+            self._read(f"core{number}", core)
+            cores.append(core)
+        return shape, tuple(cores)
+
+    def _read(self, kind: str, target: Tensor) -> None:
+        """Reads a core, or the state of one, to the host's memory."""
+        file = self._files[0].array(self._table, kind, self._cores.files, target, tuple(target.shape))
+        as_numpy(target)[:] = file[:]
 
     def whole(self) -> Rows:
         """See `Saved`."""
