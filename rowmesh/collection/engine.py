@@ -158,7 +158,7 @@ class Engine:
             for means in self._dynamic_means:
                 means.decide_with(self.resolver)
         indexed = () if self.resolver is None else self.resolver.device_tables
-        self.router = make_router(self.groups, self.outputs.layouts, mesh.rank, options.device, indexed)
+        self.router = make_router(self.groups, self.outputs.layouts, mesh.run.rank, options.device, indexed)
         self._under_way: weakref.WeakKeyDictionary[Route, SparseBatch] = weakref.WeakKeyDictionary()
         self._last_pins: list[BatchPin] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()

@@ -32,13 +32,13 @@ def freeze(
     for rank, (what, theirs, waiting) in enumerate(everyone):
         if [what, theirs] != [*everyone[0][:2]]:
             raise ConfigurationError(
-                f"rank 0 would {everyone[0][0]} {everyone[0][1]}, rank {rank} would {what} {theirs}; every rank must "
-                "freeze and unfreeze the same tables"
+                f"rank {mesh.name(0)} would {everyone[0][0]} {everyone[0][1]}, rank {mesh.name(rank)} would {what} "
+                f"{theirs}; every rank must freeze and unfreeze the same tables"
             )
         if waiting:
             raise RowmeshError(
-                f"rank {rank} has {waiting} batch(es) that had their backward and no step; step or zero_grad() before "
-                f"tables {verb}"
+                f"rank {mesh.name(rank)} has {waiting} batch(es) that had their backward and no step; step or "
+                f"zero_grad() before tables {verb}"
             )
     groups = [{table.name for table in exchange.group.tables} for exchange in exchanges]
     if unknown := sorted(set(tables).difference(*groups)):

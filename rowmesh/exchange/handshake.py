@@ -237,7 +237,8 @@ def agree_on_tables(
             pairs = zip_longest(everyone[0], theirs, fillvalue="nothing")
             first, other = next((a, b) for a, b in pairs if a != b)
             raise ConfigurationError(
-                f"ranks disagree about an EmbeddingCollection: rank 0 has {first}, rank {rank} has {other}"
+                f"ranks disagree about an EmbeddingCollection: rank {mesh.name(0)} has {first}, "
+                f"rank {mesh.name(rank)} has {other}"
             )
 
 
@@ -257,10 +258,11 @@ def agree_to_migrate(mesh: Mesh, plan: Plan, num_under_way: int) -> None:
     for rank, (theirs, waiting) in enumerate(everyone):
         if waiting:
             raise RowmeshError(
-                f"rank {rank} cannot migrate while {waiting} batch(es) are under way: rows were routed or looked "
-                "up, and not pushed; step first, or drop what forward returned"
+                f"rank {mesh.name(rank)} cannot migrate while {waiting} batch(es) are under way: rows were routed or "
+                "looked up, and not pushed; step first, or drop what forward returned"
             )
         if theirs != everyone[0][0]:
             raise ConfigurationError(
-                f"rank {rank} would migrate to another plan than rank 0; broadcast one plan to all ranks"
+                f"rank {mesh.name(rank)} would migrate to another plan than rank {mesh.name(0)}; broadcast one plan to "
+                "all ranks"
             )

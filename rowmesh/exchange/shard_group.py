@@ -432,10 +432,10 @@ class ShardGroups:
                 continue
             kind, text = theirs
             if kind == "configuration":
-                raise ConfigurationError(f"rank {rank}: {text}")
+                raise ConfigurationError(f"rank {self._mesh.name(rank)}: {text}")
             raise MemoryError(
-                f"rank {rank} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and optimizer "
-                f"state that the plan gives it: {text}{outcome}"
+                f"rank {self._mesh.name(rank)} has no room for the {self._plan.memory_bytes[rank]:,} bytes of rows and "
+                f"optimizer state that the plan gives it: {text}{outcome}"
             )
         numbered: dict[int, GroupExchange] = {}
         for each in self.all:

@@ -113,8 +113,8 @@ def common_name(name: TransportName, mesh: Mesh, grid: Grid) -> TransportName:
         return name
     if name == "one_sided":
         raise ConfigurationError(
-            f"transport 'one_sided' cannot work: ranks {list(spread[0])} hold a replica and are on several hosts; use "
-            "'collective' or 'auto'"
+            f"transport 'one_sided' cannot work: ranks {[mesh.name(rank) for rank in spread[0]]} hold a replica and "
+            "are on several hosts; use 'collective' or 'auto'"
         )
     return name if len(spread) == grid.replicas else "collective"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
@@ -18,12 +18,17 @@ class LivenessCheck:
     """Answers of the ranks of a process group, in the store through which they met.
 
     A rank waits as long as any of its threads does.
+
+    Args:
+        rank: this one, by its number in the run.
+        ranks: those of the group, by theirs.
+        group: None where there is one rank.
     """
 
-    def __init__(self, rank: int, world_size: int, group: Any) -> None:
+    def __init__(self, rank: int, ranks: Iterable[int], group: Any) -> None:
         self._group = group
         name = getattr(group, "group_name", "")
-        self._keys = [f"rowmesh/waiting/{name}/{other}" for other in range(world_size)]
+        self._keys = {each: f"rowmesh/waiting/{name}/{each}" for each in ranks}
         self._own_key = self._keys[rank]
 
     def answer(self) -> None:
@@ -43,8 +48,7 @@ class LivenessCheck:
 
     def absent(self) -> list[int] | None:
         """Ranks that do not wait; None where the store cannot be reached (the process that holds it is gone)."""
-        found = self._ask(lambda store: [store.check([key]) for key in self._keys])
-        return None if found is None else [rank for rank, is_there in enumerate(found) if not is_there]
+        return self._ask(lambda store: [rank for rank, key in self._keys.items() if not store.check([key])])
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         return None if self._group is None else ask_store(question)

@@ -189,9 +189,8 @@ class Mesh:
         """
         watchdog = Watchdog(
             self.processes,
-            LivenessCheck(self.rank, self.world_size, self.group),
+            LivenessCheck(self.run.rank, map(self.name, range(self.world_size)), self.group),
             doing,
-            names=[self.name(rank) for rank in range(self.world_size)],
             timeout_s=self.timeout_s,
             lost=self.run._lost,
         )
@@ -253,8 +252,8 @@ class Mesh:
         """
         if self.world_size > 1 and not self._claims.take(use, self.timeout_s):
             raise RowmeshError(
-                f"rank {self.rank}: a {use} runs on this mesh already, and messages of two would cross; finish it, or "
-                "leave its loop, before the next one begins; where its loop has failed, close it"
+                f"rank {self.run.rank}: a {use} runs on this mesh already, and messages of two would cross; finish it, "
+                "or leave its loop, before the next one begins; where its loop has failed, close it"
             )
 
     def unclaim(self, use: str) -> None:
@@ -315,7 +314,7 @@ class Mesh:
         """Of the whole: where a rank waits for one that waits for a third, it names the third."""
         if self.whole is not None:
             return self.whole.liveness
-        return LivenessCheck(self.rank, self.world_size, self.group)
+        return LivenessCheck(self.rank, range(self.world_size), self.group)
 
     @property
     def processes(self) -> RankProcesses:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from threading import Event
 
 from rowmesh.errors import PeerError
@@ -27,7 +26,6 @@ class Watchdog:
         processes: of all ranks of the run.
         calls: which ranks wait for the same; those of a group of its own do not answer for other threads.
         doing: what they do, for the message.
-        names: the numbers in the run of those that are called.
         timeout_s: how long a stopped rank is waited for, in seconds.
         lost: set when the waiting is ended: the collective is abandoned.
 
@@ -42,12 +40,11 @@ class Watchdog:
         calls: LivenessCheck,
         doing: str,
         *,
-        names: Sequence[int],
         timeout_s: float,
         lost: Event,
     ) -> None:
         self._processes, self.calls, self._doing, self.watch = processes, calls, doing, Stopwatch(LOOK_S)
-        self._names, self._timeout_s, self._lost = names, timeout_s, lost
+        self._timeout_s, self._lost = timeout_s, lost
         self._since_s: dict[tuple[State, int], float] = {}
         self._answers = self._has_warned = False
 
@@ -72,8 +69,7 @@ class Watchdog:
             self.calls.answer()
         # Where one is stopped, it may be the one that holds the store, and would not say who is missing.
         if waited_s >= self._timeout_s and not self._has_warned and not self._since_s:
-            absent = [self._names[rank] for rank in self.calls.absent() or []]
-            self._has_warned = bool(absent)
+            self._has_warned = bool(absent := self.calls.absent())
             if absent:
                 text = "rank %d has waited %s while %s, for %s, and goes on"
                 logger.warning(text, processes.rank, self.watch, self._doing, processes.describe(absent))

@@ -255,7 +255,7 @@ class Pipeline(Generic[T]):
         self._runner = runner = Runner(
             self.schedule,
             on_streams,
-            rank=self._engine.mesh.rank,
+            rank=self._engine.mesh.run.rank,
             threads=self._overlap,
             disturb=self._disturb,
             keep=stages.keep,

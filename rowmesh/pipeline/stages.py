@@ -63,7 +63,7 @@ class Stages(Generic[T]):
     def keep(self, task: Task, error: Exception) -> bool:
         """Keeps what failed ahead of the loop as the end of the data."""
         number, here = task.batch, self._ends.end_here
-        failed = named(error, task, self._engine.mesh.rank)
+        failed = named(error, task, self._engine.mesh.run.rank)
         if task.stage == "route":
             if isinstance(error, RefusedError):
                 self._end_routes(number)

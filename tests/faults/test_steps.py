@@ -300,26 +300,6 @@ def test_the_word_goes_through_both_meshes(ranks, transport):
     ranks.run(drop_a_refused_step, {"replicas": 2, "transport": transport}, world_size=4)
 
 
-def refuse_in_a_part(mesh):
-    """What the ranks of each half say, which have tables of their own, when the second rank of it cannot step."""
-    embeddings, optimizer = make(mesh.part([[0, 2], [1, 3]]))
-    embeddings(batch_of(mesh.rank, 0, 20)).values.sum().backward()
-    with (
-        fail_once("engine.push", 1) if mesh.rank >= 2 else ExitStack(),
-        pytest.raises(RowmeshError) as refused,
-    ):
-        optimizer.step()
-    embeddings.close()
-    return str(refused.value)
-
-
-def test_ranks_are_named_by_their_numbers_in_the_run(ranks):
-    told = ranks.run(refuse_in_a_part, world_size=4)
-    for rank, text in enumerate(told[:2]):
-        assert text.startswith(f"rank {rank}: step 1 was not taken"), text
-        assert f"rank {rank + 2} cannot take it: RowmeshError: injected at engine.push" in text
-
-
 def fail_after_the_agreement(mesh, transport, point, number):
     """What each use of the tables raises on this rank, when the second step has failed on rank 1."""
     torch.set_num_threads(1)

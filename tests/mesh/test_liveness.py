@@ -14,7 +14,7 @@ class Group:
 def test_answers(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(liveness, "_get_default_store", lambda: store)
-    calls = [LivenessCheck(rank, 3, Group()) for rank in range(3)]
+    calls = [LivenessCheck(rank, range(3), Group()) for rank in range(3)]
     assert calls[0].absent() == [0, 1, 2]
     calls[0].answer()
     calls[2].answer()
@@ -28,9 +28,9 @@ def test_nobody_knows_where_the_store_is_gone(monkeypatch):
     def fail():
         raise RuntimeError("connection reset")
 
-    assert LivenessCheck(0, 1, None).absent() is None
+    assert LivenessCheck(0, range(1), None).absent() is None
     monkeypatch.setattr(liveness, "_get_default_store", fail)
-    call = LivenessCheck(0, 2, Group())
+    call = LivenessCheck(0, range(2), Group())
     call.answer()
     assert call.absent() is None
 
@@ -40,7 +40,7 @@ def test_a_rank_waits_as_long_as_any_of_its_threads(monkeypatch):
     monkeypatch.setattr(liveness, "_get_default_store", lambda: store)
     group = Group()
     group.group_name = "threads"
-    calls = [LivenessCheck(0, 2, group) for _ in range(2)]
+    calls = [LivenessCheck(0, range(2), group) for _ in range(2)]
     calls[0].answer()
     calls[1].answer()
     calls[0].withdraw()
@@ -56,14 +56,14 @@ def test_answers_of_many_threads(monkeypatch):
     group.group_name = "many"
 
     def wait(_):
-        call = LivenessCheck(0, 1, group)
+        call = LivenessCheck(0, range(1), group)
         for _ in range(50):
             call.answer()
             assert call.absent() == []
             call.withdraw()
 
     in_threads(wait, 4)
-    assert LivenessCheck(0, 1, group).absent() == [0]
+    assert LivenessCheck(0, range(1), group).absent() == [0]
 
 
 class Connectable:
@@ -89,7 +89,7 @@ def test_a_store_that_is_gone_is_not_connected_to(monkeypatch):
     forget_store()
     keep_store()
     store.is_gone = True
-    calls = LivenessCheck(1, 2, object())
+    calls = LivenessCheck(1, range(2), object())
     calls.answer()
     assert calls.absent() == [0]
     forget_store()

@@ -36,7 +36,7 @@ def come_late(mesh, delay_s):
         time.sleep(delay_s)
     barrier(mesh, "testing")
     time.sleep(0.2)
-    return LivenessCheck(mesh.rank, mesh.world_size, mesh.group).absent()
+    return LivenessCheck(mesh.rank, range(mesh.world_size), mesh.group).absent()
 
 
 def test_ranks_that_come_late(ranks):
@@ -76,7 +76,7 @@ def cancelled_wait(mesh):
             message = str(error)
         assert time.monotonic() - began < 5
     barrier(mesh, "testing")  # the group of the mesh itself is as it was
-    return message, LivenessCheck(mesh.rank, mesh.world_size, mesh.group).absent()
+    return message, LivenessCheck(mesh.rank, range(mesh.world_size), mesh.group).absent()
 
 
 def test_a_wait_can_be_cancelled():

@@ -63,7 +63,7 @@ class Calls:
 def test_one_that_takes_long_is_named_once_and_waited_for(monkeypatch, caplog):
     """Nothing is wrong with a slow disk."""
     calls, processes = Calls(), RankProcesses(rank=0, hosts=(0, 0), pids=(os.getpid(), os.getpid()))
-    look = watchdog.Watchdog(processes, calls, "writing", names=[0, 1], timeout_s=5.0, lost=threading.Event())
+    look = watchdog.Watchdog(processes, calls, "writing", timeout_s=5.0, lost=threading.Event())
     monkeypatch.setattr(look.watch, "read", iter([0.1, 1.0, 4.9, 5.0, 5.1, 60.0]).__next__)
     for said in ([], ["here"], ["here"]):
         look()
