@@ -23,12 +23,13 @@ class LivenessCheck:
         rank: this one, by its number in the run.
         ranks: those of the group, by theirs.
         group: None where there is one rank.
+        doing: what they answer that they do.
     """
 
-    def __init__(self, rank: int, ranks: Iterable[int], group: Any) -> None:
+    def __init__(self, rank: int, ranks: Iterable[int], group: Any, doing: str = "waiting") -> None:
         self._group = group
         name = getattr(group, "group_name", "")
-        self._keys = {each: f"rowmesh/waiting/{name}/{each}" for each in ranks}
+        self._keys = {each: f"rowmesh/{doing}/{name}/{each}" for each in ranks}
         self._own_key = self._keys[rank]
 
     def answer(self) -> None:
@@ -46,8 +47,13 @@ class LivenessCheck:
                 if _answers[self._own_key] == 0:
                     self._ask(lambda store: store.delete_key(self._own_key))
 
+    @property
+    def is_here(self) -> bool:
+        """Whether a thread of this rank has answered."""
+        return _answers[self._own_key] > 0
+
     def absent(self) -> list[int] | None:
-        """Ranks that do not wait; None where the store cannot be reached (the process that holds it is gone)."""
+        """Ranks that have not answered; None where the store cannot be reached (the process that holds it is gone)."""
         return self._ask(lambda store: [rank for rank, key in self._keys.items() if not store.check([key])])
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:

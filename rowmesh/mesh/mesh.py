@@ -22,6 +22,7 @@ from rowmesh._support.faults import reach
 from rowmesh.errors import ConfigurationError, PeerError, RowmeshError
 from rowmesh.mesh.cancellation import Cancellation
 from rowmesh.mesh.claims import Claims
+from rowmesh.mesh.compiling import CompilingRanks
 from rowmesh.mesh.failures import Failures
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
@@ -315,6 +316,12 @@ class Mesh:
         if self.whole is not None:
             return self.whole.liveness
         return LivenessCheck(self.rank, range(self.world_size), self.group)
+
+    @property
+    def compiling(self) -> CompilingRanks:
+        """Which ranks of the run compile kernels; a new value each time."""
+        run = self.run
+        return CompilingRanks(run.rank, run.world_size, run.group)
 
     @property
     def processes(self) -> RankProcesses:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
@@ -53,7 +52,7 @@ from rowmesh.tables.update_rules import Rate
 
 _ACTIONS = ("read", "open", "final", "rows", "gradients", "update")
 logger = logging.getLogger("rowmesh")
-_LEAVE_S = 10.0  # for what a loop that is left owes other ranks
+_LEAVE_S = 10.0  # for a batch that a loop that is left owes other ranks
 
 
 class Pipeline(Generic[T]):
@@ -260,6 +259,7 @@ class Pipeline(Generic[T]):
             disturb=self._disturb,
             keep=stages.keep,
             cancelled=cancelled,
+            compiling=self._engine.mesh.compiling,
         )
         return runner
 
@@ -415,14 +415,14 @@ class Pipeline(Generic[T]):
             return None
         stepped = -1 if mine is None or mine.lrs is None else mine.number
         try:
-            self._go_through_turns(runner, stages, stepped, time.monotonic() + _LEAVE_S)
+            self._go_through_turns(runner, stages, stepped)
         except PipelineClosedError:
             return None
         except RowmeshError as error:
             return error if ends.refused is None or stepped == ends.refused else None
         return None
 
-    def _go_through_turns(self, runner: Runner, stages: Stages[T], stepped: int, deadline: float) -> None:
+    def _go_through_turns(self, runner: Runner, stages: Stages[T], stepped: int) -> None:
         """Passes over batches behind the last one that had its step, up to the end or to one whose step is refused.
 
         Raises:
@@ -430,7 +430,7 @@ class Pipeline(Generic[T]):
         """
         while True:
             if self._turn > stepped and self._turn >= 0:
-                runner.wait(Task("compute", self._turn), deadline - time.monotonic())
+                runner.wait(Task("compute", self._turn), _LEAVE_S)
                 if (batch := stages.batch(self._turn)) is None:
                     self._end_turn(runner, self._turn)
                     return

@@ -22,11 +22,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from rowmesh._support.interrupts import hold, release
 from rowmesh.errors import RowmeshError
+from rowmesh.mesh.compiling import CompilingRanks
 from rowmesh.pipeline.schedule import COMPUTE, SENDING, Schedule, Task
 
 logger = logging.getLogger("rowmesh")
 
 Action = Callable[[Task], None]
+# Without the time in which ranks compile kernels:
 _CLOSE_S = 10.0  # for what was begun, when the pipeline is closed
 _GIVE_UP_S = 3.0  # for a message that no other rank will answer
 _LOOK_S = 0.2  # how often a waiting driver looks whether a signal came
@@ -59,6 +61,7 @@ class Runner:
         disturb: is called before every task, in its thread: for tests that look for races.
         keep: is given what a task raised; returns whether it keeps the error, and the task counts as done.
         cancelled: the event to set when no thread should wait for other ranks any more.
+        compiling: which ranks compile kernels; limits of waiting do not count that time.
 
     Attributes:
         cancelled: set when no thread should wait for other ranks any more.
@@ -74,6 +77,7 @@ class Runner:
         disturb: Callable[[Task], None] | None = None,
         keep: Callable[[Task, Exception], bool] = lambda task, error: False,
         cancelled: threading.Event | None = None,
+        compiling: CompilingRanks | None = None,
     ) -> None:
         self._schedule, self._actions, self._rank = schedule, actions, rank
         self._disturb, self._keep = disturb, keep
@@ -86,7 +90,7 @@ class Runner:
         self._stalled: set[str] = set()  # resources whose task failed
         self._last_step = self._last_update = -1  # the last batches of which these were done
         self._is_told = self._is_waiting_for_all = self._is_closing = False
-        self.cancelled = cancelled or threading.Event()
+        self.cancelled, self._compiling = cancelled or threading.Event(), compiling or CompilingRanks()
         self._when_silent: Callable[[], None] | None = None
         others = [resource for resource in schedule.resources if resource != COMPUTE]
         self._sending = {resource for resource in others if threads and resource in SENDING}  # whose threads are there
@@ -96,6 +100,7 @@ class Runner:
             threading.Thread(target=self._serve, args=(resource,), name=f"rowmesh {resource}", daemon=True)
             for resource in (others if threads else ())
         ]
+        self._compiling.begin()
         for thread in self._threads:
             thread.start()
         if self._threads:  # one that sends or receives while the interpreter goes would abort the process
@@ -115,7 +120,7 @@ class Runner:
 
         Args:
             task: which.
-            limit_s: how long at most.
+            limit_s: how long at most, without the time in which ranks compile kernels.
 
         Raises:
             RowmeshError: a task of this turn or an earlier one failed, or the task cannot begin any more, and the steps
@@ -185,7 +190,7 @@ class Runner:
         """Starts no task whose result is not needed, and waits for a task of this turn; returns whether it is done."""
         with self._changed:
             self._is_closing = True
-            self._changed.wait_for(lambda: self.cancelled.is_set() or task in self._done, _CLOSE_S)
+            self._wait_for(lambda: self.cancelled.is_set() or task in self._done, _CLOSE_S)
             return task in self._done and not self.cancelled.is_set()
 
     def close(self, when_silent: Callable[[], None] | None = None) -> RowmeshError | None:
@@ -212,14 +217,19 @@ class Runner:
                 self.cancelled.set()
                 self._changed.notify_all()
             self._join()
+            self._compiling.end()
             self._tell_when_silent()
         error, self._error = self._error, None  # its traceback has the batches of the loop, and so their memory
         return None if self._is_told else error
 
     def _join(self) -> None:
-        deadline = time.monotonic() + _GIVE_UP_S
+        left_s = _GIVE_UP_S
         for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            while thread.is_alive() and left_s > 0.0:
+                began_s = time.monotonic()
+                thread.join(min(left_s, _LOOK_S))
+                if not self._compiling.is_here:
+                    left_s -= time.monotonic() - began_s
             if thread.is_alive():
                 logger.warning("rank %d: the thread %r is still busy and is left alone", self._rank, thread.name)
 
@@ -227,9 +237,7 @@ class Runner:
         """Waits until all tasks that can be done without the driver are done."""
         if self._threads:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self.cancelled.is_set() or not self._is_busy() or self.is_beyond_help, _CLOSE_S
-                )
+                self._wait_for(lambda: self.cancelled.is_set() or not self._is_busy() or self.is_beyond_help, _CLOSE_S)
         else:
             self._do_what_can_be()
 
@@ -343,17 +351,30 @@ class Runner:
                     is_busy = True
 
     def _await(self, condition: Callable[[], bool], limit_s: float = math.inf) -> None:
-        deadline = time.monotonic() + limit_s
+        is_done = False
+
+        def is_over() -> bool:
+            nonlocal is_done
+            is_done = (self._error is None or self._failed_batch > self._turn) and condition()
+            return is_done or (self._error is not None and self._is_settled())
+
         with self._changed:
-            # Looks up now and then, so that a signal is handled: waiting for a lock without limit is not interrupted.
-            while not self.cancelled.is_set():
-                if (self._error is None or self._failed_batch > self._turn) and condition():
-                    return
-                if (self._error is not None and self._is_settled()) or time.monotonic() > deadline:
-                    break
-                self._changed.wait(_LOOK_S)
+            self._wait_for(lambda: self.cancelled.is_set() or is_over(), limit_s)
+        if is_done:
+            return
         self._raise()
         raise PipelineClosedError(f"rank {self._rank}: the pipeline was closed")
+
+    def _wait_for(self, condition: Callable[[], bool], limit_s: float) -> None:
+        """Until a condition holds, or the time is up; time in which some rank compiles kernels does not count.
+
+        Looks up now and then, so that a signal is handled: waiting for a lock without limit is not interrupted.
+        """
+        while not condition() and limit_s > 0.0:
+            began_s = time.monotonic()
+            self._changed.wait(min(limit_s, _LOOK_S))
+            if limit_s < math.inf and not self._compiling.is_anywhere:
+                limit_s -= time.monotonic() - began_s
 
     def _raise(self) -> None:
         if self._error is not None:

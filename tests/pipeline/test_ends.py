@@ -2,12 +2,13 @@
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from numba.core.compiler_lock import global_compiler_lock
 
 from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh.data import Batch
@@ -41,13 +42,6 @@ TABLES = {
         TableSpec(name="word", num_rows=60, dim=4, storage="tensor_train", optimizer=AdaGrad()),
     ],
 }
-
-
-@contextmanager
-def patient():
-    """Has loops that are left wait longer: kernels may be compiled meanwhile, on a busy machine."""
-    with mock.patch.object(module, "_LEAVE_S", 100.0), mock.patch.object(runner, "_CLOSE_S", 100.0):
-        yield
 
 
 def make(mesh, kind):
@@ -199,8 +193,7 @@ def test_an_error_ahead_is_the_end_of_data_on_one_rank(how, kind):
 def meet_errors(mesh, kind, how, micro_batches, cases):
     before, behind = range(BAD), [number for number in range(NUM_BATCHES) if number != BAD]
     plain = [train_plain(mesh, kind, numbers, micro_batches) for numbers in (before, behind)]
-    with patient():
-        return [(meet_an_error(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
+    return [(meet_an_error(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -223,11 +216,11 @@ class BodyError(Exception):
     """Of a loop's body."""
 
 
-def leave(mesh, kind, how, depth, micro_batches, culprits):
+def leave(mesh, kind, how, depth, micro_batches, culprits, disturb=None):
     """Leaves the fourth batch, or after it, on some ranks; then all go on with the next batches."""
     collection, optimizer = make(mesh, kind)
     given, error, threads = 0, None, set(threading.enumerate())
-    pipeline = Pipeline(collection, depth=depth, micro_batches=micro_batches)
+    pipeline = Pipeline(collection, depth=depth, micro_batches=micro_batches, disturb=disturb)
     try:
         for window in pipeline.windows(batches(mesh.rank, kind)):
             given += 1
@@ -259,8 +252,7 @@ def leave_loops(mesh, kind, how, micro_batches, cases):
     behind = [*trained, *range(BAD + 1, NUM_BATCHES)]
     looked_at = () if how == "after its step" else (3,)
     plain = [train_plain(mesh, kind, numbers, micro_batches, looked_at) for numbers in (trained, behind)]
-    with patient():
-        return [(leave(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
+    return [(leave(mesh, kind, how, depth, micro_batches, each), *plain) for depth, each in cases]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -286,6 +278,30 @@ def test_a_loop_that_is_left_on_some_ranks(ranks, how, kind, micro_batches):
 
 
 # What replica groups decide for themselves, and what one thread learns before another
+
+
+def leave_amid_kernels(mesh, compiles):
+    """Rank 1 leaves its loop while a thread of a rank compiles for longer than it waits for others."""
+    limits = {(module, "_LEAVE_S"): 0.3, (runner, "_CLOSE_S"): 0.3, (runner, "_GIVE_UP_S"): 0.1}
+
+    def disturb(task):
+        if mesh.rank == compiles and (task.stage, task.batch) == ("gradients", 3):
+            with global_compiler_lock:
+                time.sleep(2.0)
+
+    leave(mesh, "collective", "before its step", 1, 1, {1})  # kernels are there
+    with ExitStack() as patches:
+        for (owner, name), limit_s in limits.items():
+            patches.enter_context(mock.patch.object(owner, name, limit_s))
+        return leave(mesh, "collective", "before its step", 1, 1, {1}, disturb)
+
+
+@pytest.mark.parametrize("compiles", [0, 1])
+def test_a_loop_that_is_left_waits_for_ranks_that_compile(ranks, compiles):
+    kept, left = ranks.run(leave_amid_kernels, compiles)
+    assert "rank 1 left its loop amid batch 3" in kept[2][1]
+    assert kept[1] == left[1] == 3
+    assert left[3] == [], "threads are left behind"
 
 
 def end_averages(mesh, how, depth, culprits):

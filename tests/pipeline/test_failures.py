@@ -61,6 +61,8 @@ def test_an_error_in_any_stage(pool, stage, transport):
     assert re.match(r"rank 0( in stage '\w+' of batch \d+)?: ", message)
     if stage in ("read", "route"):  # ranks tell each other before the batch
         assert "rank 1 could not read batch 2 or make it ready" in message
+    elif stage == "compute":  # and, where a loop is left, before its step
+        assert "rank 1 left its loop amid batch 2" in message
     else:
         assert re.search(r"rank 1 \(process \d+, alive\)", message), message
     assert elapsed_s < TIMEOUT_S + 5

@@ -7,6 +7,7 @@ import time
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from numba.core.compiler_lock import global_compiler_lock
 
 from rowmesh.errors import DataError, IdRangeError, RowmeshError
 from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError
@@ -322,6 +323,25 @@ def test_a_thread_that_does_not_end_is_told(monkeypatch, caplog):
         if not left_threads():
             break
         time.sleep(0.02)
+
+
+def test_kernels_that_are_compiled_are_waited_for(monkeypatch):
+    for name in ("_CLOSE_S", "_GIVE_UP_S"):
+        monkeypatch.setattr(f"rowmesh.pipeline.runner.{name}", 0.1)
+    began = threading.Event()
+
+    def compile_long():
+        with global_compiler_lock:
+            began.set()
+            time.sleep(1.0)
+
+    log = Log({Task("rows", 0, 0): compile_long})
+    runner = make(make_schedule(1, 1), log)
+    runner.enter(-1)
+    runner.enter(0)
+    began.wait()
+    runner.close()
+    assert Task("rows", 0, 0) in log.tasks
 
 
 def test_a_driver_that_is_interrupted_leaves_no_thread():
