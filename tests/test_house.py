@@ -23,8 +23,8 @@ LIBRARY = (
 )
 PROGRAM = ("models", "observe", "data", "publish", "run", "report", "doctor", "cli", "__main__")
 LAYERS = (*LIBRARY, *PROGRAM)
-# Assignments to attributes of objects other than self: these numbers only fall.
-FOREIGN_WRITES = {"exchange": 0, "collection": 8, "tables": 48, "ops": 35, "run": 21, "mesh": 19}
+# Assignments to attributes of objects other than self, and to their items: these numbers only fall.
+FOREIGN_WRITES = {"exchange": 3, "collection": 8, "tables": 57, "ops": 41, "run": 22, "mesh": 19}
 
 
 @functools.cache
@@ -117,14 +117,24 @@ def test_the_root_has_three_files():
 
 
 def foreign_writes(tree):
-    """Assignments to attributes of anything but self or cls."""
+    """Assignments to attributes of anything but self or cls, and to items of such attributes."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                for leaf in ast.walk(target):
-                    is_written = isinstance(leaf, ast.Attribute) and isinstance(leaf.ctx, ast.Store)
-                    if is_written and ast.unparse(leaf.value) not in ("self", "cls"):
-                        yield ast.unparse(leaf)
+        if not isinstance(node, ast.Attribute | ast.Subscript) or not isinstance(node.ctx, ast.Store):
+            continue
+        leaf = node
+        while isinstance(leaf, ast.Subscript):
+            leaf = leaf.value
+        if isinstance(leaf, ast.Attribute) and ast.unparse(leaf.value) not in ("self", "cls"):
+            yield ast.unparse(node)
+
+
+def test_writes_are_seen():
+    own = "self.a = cls.a = a.b()[0] = 1; self.a[0] += 1; a[0] = b.c"
+    assert not list(foreign_writes(ast.parse(own)))
+    foreign = "a.b = 1; a.b[0] = 1; self.a.b[0][1:] += 1; x, (a.c, *y[a.d].e) = 1; a.f: int = 1\nfor a.g in (): ..."
+    assert sorted(foreign_writes(ast.parse(foreign))) == sorted(
+        ["a.b", "a.b[0]", "self.a.b[0][1:]", "a.c", "y[a.d].e", "a.f", "a.g"]
+    )
 
 
 def test_each_attribute_has_one_writer():

@@ -136,9 +136,9 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
         routes = self._pushed[0] if self._pushed is not None and refusal is None else ()
         pushed = [[route.groups[i] for route in routes] for i in range(len(self._groups))]
         counts = [group.where(entries) for group, entries in zip(self._groups, pushed, strict=True)]
-        self._handshake.numbers[:, _ROUTES:] = np.hstack([np.full((len(counts[0]), 1), len(routes)), *counts])
+        numbers = [np.full((self._mesh.world_size, 1), len(routes)), *counts]
         try:
-            theirs = self._open(-self._num_pushes, error, step, refuses=refusal is not None)
+            theirs = self._open(-self._num_pushes, error, step, numbers, refuses=refusal is not None)
         except PeerError as heard:
             if heard.is_common:
                 raise
@@ -191,11 +191,17 @@ class DeviceOneSided(Transport[DeviceGroupExchange]):
         return None
 
     def _open(
-        self, operation: int, error: IdRangeError | None, step: Step | None = None, *, refuses: bool = False
+        self,
+        operation: int,
+        error: IdRangeError | None,
+        step: Step | None = None,
+        numbers: Sequence[np.ndarray] = (),
+        *,
+        refuses: bool = False,
     ) -> np.ndarray:
         """Exchanges the handshake of an operation; raises on all ranks where a batch is refused."""
-        self._handshake.numbers[:, _REFUSED] = error is not None
-        theirs = self._handshake(operation, step, refuses=refuses)
+        refused = np.full((self._mesh.world_size, 1), int(error is not None))
+        theirs = self._handshake(operation, step, [refused, *numbers], refuses=refuses)
         if error is not None:
             raise error
         check_peers(self._mesh, theirs[:, _REFUSED].tolist())

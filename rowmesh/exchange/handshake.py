@@ -190,19 +190,25 @@ class Handshake:
         """Of what is sent."""
         return self._out.nbytes
 
-    def __call__(self, operation: int, step: Step | None = None, *, refuses: bool = False) -> np.ndarray:
+    def __call__(
+        self, operation: int, step: Step | None = None, numbers: Sequence[np.ndarray] = (), *, refuses: bool = False
+    ) -> np.ndarray:
         """Exchanges the rows: one from every rank. Collective and blocking.
 
         Args:
             operation: what this rank does.
             step: of a push.
+            numbers: of the caller, int64 `[W, …]`, side by side; the columns behind them stay as they were sent last.
             refuses: whether this rank cannot do it; which ranks cannot, `refusing` finds in the first column.
 
         Raises:
             ConfigurationError: ranks have different learning rates.
             PeerError: a rank does something else; all ranks raise here, so none is left waiting.
         """
-        self.numbers[:, 0] = joined(operation, step, refuses)
+        self.numbers[:, 0], begin = joined(operation, step, refuses), 1
+        for columns in numbers:
+            self.numbers[:, begin : begin + columns.shape[1]] = columns
+            begin += columns.shape[1]
         rows = self._channel.exchange_equal(self._out, self._common, "exchanging counts").numpy()
         rule = "every rank must call forward and step equally often and in the same order"
         check_operations(self._mesh, rows[:, 0].tolist(), operation, step, describe, rule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +56,7 @@ class HostGroupExchange(GroupExchange):
 
     Attributes:
         copies: the segments of rows with copies.
-        arenas: int64 `[W]`: where rows of each rank can be read in place; set by the transport.
+        arenas: int64 `[W]`: where rows of each rank can be read in place; 0 where they cannot.
         merger: merged requests of all ranks.
     """
 
@@ -94,6 +94,16 @@ class HostGroupExchange(GroupExchange):
     def num_bytes(self) -> int:
         """Memory of all buffers, lent or idle; without the arena."""
         return held_bytes(self.merger) + super().num_bytes
+
+    def read_in_place(self, addresses: Mapping[int, int]) -> None:
+        """From now on reads rows of other ranks in place.
+
+        Args:
+            addresses: of the arena of each, mapped here.
+        """
+        for rank, address in addresses.items():
+            self.arenas[rank] = address
+        self.look_ups.read_in_place()
 
     # Batches are routed
 

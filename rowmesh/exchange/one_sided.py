@@ -86,17 +86,18 @@ class OneSidedTransport(Transport[HostGroupExchange]):
             if not _is_lazy(exchange):
                 buffer.use_huge_pages()
         boards, mapped = [], []
+        addresses: list[dict[int, int]] = [{} for _ in exchanges]
         for rank, (board, *arenas) in enumerate(share(mesh, [self._board, *self._keep])):
             boards.append(board)
             if rank == mesh.rank:
                 continue
-            for exchange, arena in zip(exchanges, arenas, strict=True):
+            for exchange, arena, found in zip(exchanges, arenas, addresses, strict=True):
                 if not _is_lazy(exchange):
                     arena.use_huge_pages()
-                exchange.arenas[rank] = arena.address
+                found[rank] = arena.address
             mapped.extend(arenas)
-        for exchange in exchanges:
-            exchange.look_ups.read_in_place()
+        for exchange, found in zip(exchanges, addresses, strict=True):
+            exchange.read_in_place(found)
         self._boards = boards
         self._flags = np.array([board.address for board in boards], np.int64)
         self._announced = [
