@@ -20,7 +20,7 @@ from tests.support import behaviour
 from tests.support.plans import RULES, make_plan, random_plans
 from tests.support.scenario import Scenario
 from tests.support.tables import several
-from tests.test_plans import check, scenarios
+from tests.test_plans import check, check_plan, scenarios
 
 TRANSPORTS = ["one_sided", "collective"]
 
@@ -76,19 +76,14 @@ def migrating(draw):
 @settings(max_examples=6)
 @given(scenario=migrating(), one_sided=st.booleans())
 def test_random_migrations(ranks, scenario, one_sided):
-    check_migrations(ranks, scenario, one_sided)
+    check_plan(ranks, scenario, one_sided)
 
 
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(scenario=migrating(), one_sided=st.booleans())
 def test_many_random_migrations(ranks, scenario, one_sided):
-    check_migrations(ranks, scenario, one_sided)
-
-
-def check_migrations(ranks, scenario, one_sided):
-    is_one_host = scenario.ranks_per_node == scenario.world_size
-    check(ranks, scenario, "one_sided" if one_sided and is_one_host else "collective")
+    check_plan(ranks, scenario, one_sided)
 
 
 def test_one_rank_may_migrate():

@@ -1,6 +1,4 @@
-import signal
 import threading
-from contextlib import contextmanager
 
 import pytest
 
@@ -9,6 +7,7 @@ from rowmesh.data.prefetch import prefetch
 from rowmesh.placement import Plan, TableShape, Topology
 from rowmesh.placement.drift import Planner
 from rowmesh.placement.request import Request
+from tests.support.interrupts import interrupted
 
 pytestmark = pytest.mark.usefixtures("heeds_ctrl_c")  # in a shell's background job too
 
@@ -22,13 +21,8 @@ def test_the_end_of_a_thread_is_known_where_waiting_for_it_was_interrupted():
 
     worker = Worker(target=work, name="working")
     worker.start()
-    main = threading.main_thread().ident
-    assert main is not None
-    timer = threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted():
         worker.join()
-    timer.join()
     assert not worker.has_ended
     worker.join(0.01)
     assert not worker.has_ended
@@ -65,20 +59,6 @@ def test_a_thread_does_not_wait_for_itself():
     worker.start()
     worker.join()
     assert errors == ["working cannot wait for its own end"]
-
-
-@contextmanager
-def interrupted():
-    main = threading.main_thread().ident
-    assert main is not None
-    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def test_a_read_ahead_that_was_interrupted_is_still_known_to_run():

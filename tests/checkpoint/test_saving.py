@@ -308,14 +308,19 @@ def test_any_layout_loads_what_another_saved(ranks: RankPool, tmp_path: Path, wo
     assert_same(other.train(2).everything(), job.train(2).everything())
 
 
-def test_two_ranks_save_and_four_load(ranks: RankPool, tmp_path: Path):
-    first, second = tmp_path / "first", tmp_path / "second"
+def check_two_and_four(ranks: RankPool, folder: Path, load_and_save, layout: str):
+    """Two ranks save, four load that and save, and two load that."""
+    first, second = folder / "first", folder / "second"
     parts = ranks.run(load_and_save, None, first, "copies", 3)
     merged = {name: values for part in parts for name, values in part.items()}
-    for found in ranks.run(load_and_save, first, second, "plain", world_size=4):
+    for found in ranks.run(load_and_save, first, second, layout, world_size=4):
         assert_same(found, merged)
     for found, part in zip(ranks.run(load_and_save, second, None, "copies"), parts, strict=True):
         assert_same(found, part)
+
+
+def test_two_ranks_save_and_four_load(ranks: RankPool, tmp_path: Path):
+    check_two_and_four(ranks, tmp_path, load_and_save, "plain")
 
 
 def test_a_model_is_replaced_only_where_that_is_asked_for(tmp_path: Path):
@@ -445,13 +450,7 @@ def test_distributed_checkpoints_go_from_one_rank_to_two_and_back(ranks: RankPoo
 
 
 def test_distributed_checkpoints_go_from_two_ranks_to_four(ranks: RankPool, tmp_path: Path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    parts = ranks.run(through_dcp, None, first, "copies", 3)
-    merged = {name: values for part in parts for name, values in part.items()}
-    for found in ranks.run(through_dcp, first, second, "replicas", world_size=4):
-        assert_same(found, merged)
-    for found, part in zip(ranks.run(through_dcp, second, None, "copies"), parts, strict=True):
-        assert_same(found, part)
+    check_two_and_four(ranks, tmp_path, through_dcp, "replicas")
 
 
 # Beside training

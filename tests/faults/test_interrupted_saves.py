@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from rowmesh._support.faults import arm
 from rowmesh._support.worker import Worker
 from rowmesh.checkpoint import save
 from rowmesh.checkpoint.series import Series
+from tests.support.interrupts import interrupted
 
 pytestmark = pytest.mark.usefixtures("heeds_ctrl_c")  # in a shell's background job too
 
@@ -49,21 +49,6 @@ def held_writer():
             yield goes_on
         finally:
             goes_on.set()
-
-
-@contextmanager
-def interrupted():
-    """Ctrl-C comes to the block, which waits."""
-    main = threading.main_thread().ident
-    assert main is not None
-    timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            yield
-    finally:
-        timer.cancel()  # where the block did not wait: Ctrl-C would end the tests
-        timer.join()
 
 
 def test_a_model_that_is_still_written_is_not_said_to_be_done(tmp_path):

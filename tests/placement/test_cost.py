@@ -10,6 +10,7 @@ from rowmesh.placement.cost import SLOT_BYTES, Cost, cost_of, degree_of_balance
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
+from tests.support.plans import random_ranges
 
 
 @st.composite
@@ -21,18 +22,7 @@ def planned(draw, max_rows=30):
     for index in range(draw(st.integers(1, 3))):
         num_rows = draw(st.integers(1, max_rows))
         shape = TableShape(f"t{index}", num_rows, draw(st.sampled_from([8, 64])), draw(st.sampled_from([8, 32])), 4)
-        cuts = sorted(draw(st.sets(st.integers(1, num_rows - 1), max_size=4))) if num_rows > 1 else []
-        ranges = tuple(
-            RowRange(
-                start,
-                stop,
-                draw(st.sampled_from(["cyclic", "node", "replicated", "fixed"])),
-                shift=draw(st.integers(0, W - 1)),
-                rank=draw(st.integers(0, W - 1)),
-                two_hop=draw(st.booleans()),
-            )
-            for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True)
-        )
+        ranges = draw(random_ranges(num_rows, W))
         tables.append(TablePlan(shape, ranges))
         counts[shape.name] = sorted(draw(st.lists(st.integers(0, 30), min_size=num_rows, max_size=num_rows)))[::-1]
     profile = Profile.from_counts(counts, [table.shape for table in tables], num_samples=40)

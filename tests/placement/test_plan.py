@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
-from tests.support.plans import joined
+from tests.support.plans import joined, random_ranges
 
 SHAPE = TableShape("item", 10, value_bytes=64, gradient_bytes=64, state_bytes=4)
 
@@ -21,18 +21,7 @@ def plans(draw):
     tables = []
     for index in range(draw(st.integers(1, 3))):
         num_rows = draw(st.integers(1, 40))
-        cuts = sorted(draw(st.sets(st.integers(1, num_rows - 1), max_size=4))) if num_rows > 1 else []
-        ranges = tuple(
-            RowRange(
-                start,
-                stop,
-                draw(st.sampled_from(["cyclic", "node", "replicated", "fixed"])),
-                shift=draw(st.integers(0, world_size - 1)),
-                rank=draw(st.integers(0, world_size - 1)),
-                two_hop=draw(st.booleans()),
-            )
-            for start, stop in zip([0, *cuts], [*cuts, num_rows], strict=True)
-        )
+        ranges = draw(random_ranges(num_rows, world_size))
         tables.append(TablePlan(TableShape(f"t{index}", num_rows, 8, 8, 4), ranges))
     plan = Plan(tuple(tables), world_size, ranks_per_node, "random", {"seed": 1})
     return joined(plan, lambda: draw(st.booleans()))

@@ -46,6 +46,17 @@ def joined(plan, joins):
 
 
 @st.composite
+def random_ranges(draw, num_rows, world_size):
+    """The rows of a table, cut anywhere, under any rules."""
+    cuts = sorted(draw(st.sets(st.integers(1, num_rows - 1), max_size=4))) if num_rows > 1 else []
+    ranks = st.integers(0, world_size - 1)
+    return tuple(
+        RowRange(start, stop, draw(st.sampled_from(RULES)), draw(ranks), draw(ranks), draw(st.booleans()))
+        for start, stop in pairwise([0, *cuts, num_rows])
+    )
+
+
+@st.composite
 def random_plans(draw, tables, world_size, ranks_per_node):
     """Plans whose ranges follow any rule."""
     number = st.integers(0, 7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from rowmesh.data.events import Sequences
 from rowmesh.data.events.planted import PlantedEvents, synthesize_events
@@ -33,14 +32,6 @@ epochs = 2
 log_every = 3
 linear = "torch"
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
