@@ -25,7 +25,7 @@ def backend_name(group: Any, device: str = "cpu") -> str:
         return "nothing"
 
 
-def patience(timeout_s: float) -> timedelta:
+def backend_timeout(timeout_s: float) -> timedelta:
     """How long groups wait of whose collectives others wait no longer than `timeout_s`.
 
     Gloo counts the time in which its process is stopped, and ends all connections when it is over. It must not be the
@@ -34,10 +34,10 @@ def patience(timeout_s: float) -> timedelta:
     return max(timedelta(seconds=10 * timeout_s), _LEAST)
 
 
-def make_patient(group: Any, timeout_s: float) -> None:
-    """Has a new group wait as long as `patience` says; only gloo's, for others end their waiting themselves."""
+def extend_timeout(group: Any, timeout_s: float) -> None:
+    """Has a new group wait as long as `backend_timeout` says; only gloo's, for others end their waiting themselves."""
     if _is_member(group) and backend_name(group) == "gloo":
-        _set_pg_timeout(patience(timeout_s), group)
+        _set_pg_timeout(backend_timeout(timeout_s), group)
 
 
 def abort(group: Any) -> None:

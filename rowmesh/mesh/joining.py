@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from rowmesh.errors import PeerError, Terminated
-from rowmesh.mesh.groups import make_patient
+from rowmesh.mesh.groups import extend_timeout
 from rowmesh.mesh.interruptible import LOOK_S, run_interruptibly
 from rowmesh.mesh.peers import Peers
 from rowmesh.mesh.plain import decode, encode
@@ -55,7 +55,7 @@ def join(timeout_s: float) -> None:
         if text := arrivals.missing_text():
             raise PeerError(f"rank {rank}: SIGTERM came while ranks joined; {text}") from stop
         raise
-    make_patient(dist.group.WORLD, timeout_s)
+    extend_timeout(dist.group.WORLD, timeout_s)
 
 
 def meet(group: Any, timeout_s: float) -> list[tuple[str, int]]:

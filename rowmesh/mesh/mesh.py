@@ -25,7 +25,7 @@ from rowmesh.mesh.claims import Claims
 from rowmesh.mesh.compiling import CompilingRanks
 from rowmesh.mesh.failures import Failures
 from rowmesh.mesh.grid import Grid
-from rowmesh.mesh.groups import abort, backend_name, make_patient, patience
+from rowmesh.mesh.groups import abort, backend_name, backend_timeout, extend_timeout
 from rowmesh.mesh.interruptible import Stopwatch, run_interruptibly
 from rowmesh.mesh.joining import join, meet
 from rowmesh.mesh.liveness import LivenessCheck, forget_store, keep_store
@@ -179,7 +179,7 @@ class Mesh:
         doing = f"connecting ranks {part}"
         group = self.run_interruptibly(lambda: dist.new_group(part, timeout=limit, backend=backend), doing)
         if self._owns_group:
-            make_patient(group, self.timeout_s)
+            extend_timeout(group, self.timeout_s)
         return group
 
     def run_interruptibly(self, call: Callable[[], T], doing: str) -> T:
@@ -216,7 +216,7 @@ class Mesh:
     @property
     def group_timeout(self) -> timedelta:
         """How long collectives of the mesh's process groups wait unless they are aborted."""
-        return patience(self.timeout_s) if self.run._owns_group else timedelta(seconds=self.timeout_s)
+        return backend_timeout(self.timeout_s) if self.run._owns_group else timedelta(seconds=self.timeout_s)
 
     def with_process_group(self, use: str) -> Mesh:
         """The same ranks with a process group of their own. Collective.

@@ -47,7 +47,7 @@ class Ends:
 
     Args:
         mesh: the ranks.
-        standings: has them compare which batch they have.
+        statuses: has them compare which batch they have.
         answers: has them compare which step they take; its messages are sent by another thread.
         is_divided: whether what ranks learn in the first message of a batch is known in their replica group alone.
 
@@ -59,8 +59,8 @@ class Ends:
         has_left: the loop was left, and nothing more is read.
     """
 
-    def __init__(self, mesh: Mesh, standings: Agreement, answers: Agreement, *, is_divided: bool) -> None:
-        self._mesh, self._standings, self._answers, self.is_divided = mesh, standings, answers, is_divided
+    def __init__(self, mesh: Mesh, statuses: Agreement, answers: Agreement, *, is_divided: bool) -> None:
+        self._mesh, self._statuses, self._answers, self.is_divided = mesh, statuses, answers, is_divided
         self.is_alone = mesh.world_size == 1
         self.begin(0)
 
@@ -103,7 +103,7 @@ class Ends:
         if self.is_divided:
             self._end(number, PeerError(f"{refused} (batch {number} of the pipeline)"))
             return
-        standings = [
+        statuses = [
             RankState.ENDED
             if rank in refused.without
             else RankState.FAILED
@@ -111,7 +111,7 @@ class Ends:
             else self._first + number
             for rank in range(self._mesh.world_size)
         ]
-        self.compare(number, standings, None if refused.first is None else error_from_plain(refused.first))
+        self.compare(number, statuses, None if refused.first is None else error_from_plain(refused.first))
 
     def is_over(self, number: int) -> bool:
         """Whether this rank, and all that it compares batches with, know that there is no such batch."""
@@ -121,7 +121,7 @@ class Ends:
         """Whether all ranks know."""
         return self._is_known and self.is_over(number)
 
-    def standing(self, number: int, *, has_batch: bool) -> int:
+    def status(self, number: int, *, has_batch: bool) -> int:
         """The number of a window of this rank, or why it has none."""
         if number in self._errors:
             return RankState.FAILED
@@ -129,24 +129,24 @@ class Ends:
             return self._first + number
         return RankState.LEFT if self.has_left else RankState.ENDED
 
-    def ask(self, number: int, standing: int) -> bool:
+    def ask(self, number: int, status: int) -> bool:
         """Whether all ranks have a batch; where not, it is the end. Collective and blocking: 8 bytes a rank."""
-        has_all = self.compare(number, self._standings(standing)[:, 0].tolist())
+        has_all = self.compare(number, self._statuses(status)[:, 0].tolist())
         self._is_known = self._is_known or not has_all
         return has_all
 
-    def compare(self, number: int, standings: Sequence[int], first: BaseException | None = None) -> bool:
-        """The same, given the standings of all ranks, and what the first that failed has met, where that is known."""
+    def compare(self, number: int, statuses: Sequence[int], first: BaseException | None = None) -> bool:
+        """The same, given the statuses of all ranks, and what the first that failed has met, where that is known."""
         here = self._first + number
-        if all(each == here for each in standings):
+        if all(each == here for each in statuses):
             return True
         why = None
-        if failed := self._name(standings, RankState.FAILED):
+        if failed := self._name(statuses, RankState.FAILED):
             why = f"{failed} could not read batch {number} or make it ready; {first or 'its own error says why'}"
-        elif left := self._name(standings, RankState.LEFT):
+        elif left := self._name(statuses, RankState.LEFT):
             why = f"the loop of {left} was left before batch {number}"
-        elif any(each != RankState.ENDED for each in standings):
-            ended, has = self._name(standings, RankState.ENDED), self._name(standings, here)
+        elif any(each != RankState.ENDED for each in statuses):
+            ended, has = self._name(statuses, RankState.ENDED), self._name(statuses, here)
             why = (
                 f"ranks are out of step: {ended or 'another rank'} has no batch {number} and {has or 'another'} has; "
                 "every rank must bring equally many batches to its pipeline"

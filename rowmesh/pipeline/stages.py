@@ -95,7 +95,7 @@ class Stages(Generic[T]):
         return None if batch is None else batch.window
 
     def _standing(self, task: Task) -> int:
-        return self._ends.standing(task.batch, has_batch=self._window(task) is not None)
+        return self._ends.status(task.batch, has_batch=self._window(task) is not None)
 
     @property
     def _asks_late(self) -> bool:

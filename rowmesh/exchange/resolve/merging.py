@@ -80,12 +80,12 @@ class Draft:
 
     Attributes:
         merged: of ids that each may know differently.
-        held: what is known of them here.
+        local: what is known of them here.
         failure: why this group cannot say what it knows.
     """
 
     merged: MergedFacts
-    held: KnownIds
+    local: KnownIds
     failure: StoreError | None
 
 
@@ -157,13 +157,13 @@ class Merging:
         changed = np.unique(np.concatenate([NONE, *self._changed]))
         union = np.unique(np.concatenate(_gather(channel, changed[:, None], counters)))
         try:
-            held = self._owned.held(union)
+            local = self._owned.held(union)
         except StoreError as error:  # which all ranks must learn of: they wait for what comes next
-            failure, held = error, KnownIds.nothing(len(union))
-        is_here, demoted = held.frames >= 0, held.demoted
-        common = np.where(is_here[:, None], self._common[held.frames], 0)
-        common[demoted] = self._common_of_demoted(union[demoted], held.facts[demoted])
-        mine = [held.facts, common, is_here[:, None]] if self._demotes else [held.facts, common]
+            failure, local = error, KnownIds.nothing(len(union))
+        is_here, demoted = local.frames >= 0, local.demoted
+        common = np.where(is_here[:, None], self._common[local.frames], 0)
+        common[demoted] = self._common_of_demoted(union[demoted], local.facts[demoted])
+        mine = [local.facts, common, is_here[:, None]] if self._demotes else [local.facts, common]
         every = np.stack(_gather(channel, np.concatenate(mine, axis=1), counters))
         known = np.any(every[:, :, SEEN] > 0, axis=0, keepdims=True)[0]
         enters = every[:, known, 6].max(axis=0) > 0 if self._demotes else known[known]
@@ -171,7 +171,7 @@ class Merging:
         if shards.rules.ttl_seconds:
             clock = clock.joined(np.concatenate(_gather(channel, clock.since(self._step), counters)))
         facts = merge_facts(every[:, known, :6], shards.rules)
-        return Draft(MergedFacts(union[known], facts, enters, clock, union), held.at(known), failure)
+        return Draft(MergedFacts(union[known], facts, enters, clock, union), local.at(known), failure)
 
     def check(self, draft: Draft) -> None:
         """Raises where this cannot be what this group knows; changes nothing.
@@ -182,7 +182,7 @@ class Merging:
         """
         if draft.failure is not None:
             raise draft.failure
-        self._owned.shards.check_merged(draft.merged, draft.held.rows_at)
+        self._owned.shards.check_merged(draft.merged, draft.local.rows_at)
 
     def unite(self, draft: Draft, channel: Channel, counters: CommonCounters, number: int) -> MergedIds:
         """Makes it what this group knows, where `check` has passed on all ranks. Collective as `find` is.
@@ -193,7 +193,7 @@ class Merging:
             number: of the last batch that was opened.
         """
         merged = draft.merged
-        slots, has_row, stays = self._owned.unite(number, merged, draft.held)
+        slots, has_row, stays = self._owned.unite(number, merged, draft.local)
         self._common[self._owned.frames(slots[stays])] = merged.facts[stays]
         self._merge_sightings(channel, counters, merged.changed)
         self._changed, self._left, self._step = [], [], self._owned.shards.clock[0]
