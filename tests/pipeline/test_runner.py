@@ -327,13 +327,13 @@ def test_a_thread_that_does_not_end_is_told(monkeypatch, caplog):
 
 def test_kernels_that_are_compiled_are_waited_for(monkeypatch):
     for name in ("_CLOSE_S", "_GIVE_UP_S"):
-        monkeypatch.setattr(f"rowmesh.pipeline.runner.{name}", 0.1)
+        monkeypatch.setattr(f"rowmesh.pipeline.runner.{name}", 0.5)
     began = threading.Event()
 
     def compile_long():
         with global_compiler_lock:
             began.set()
-            time.sleep(1.0)
+            time.sleep(2.0)
 
     log = Log({Task("rows", 0, 0): compile_long})
     runner = make(make_schedule(1, 1), log)
