@@ -32,7 +32,7 @@ from rowmesh.tables.dynamic.owned import OwnedTable
 
 # (owner, attribute, phase); an inner phase is not counted in the one around it.
 PHASES = [
-    (Engine, "_route", "route"),
+    (Engine, "make_route", "route"),
     (Resolver, "__call__", "resolve"),
     (RequestRouter, "count", "deal"),
     (RequestRouter, "fill", "deal"),

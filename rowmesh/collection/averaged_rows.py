@@ -78,7 +78,7 @@ class AveragedRows:
             RowmeshError: averages stand in the place of rows, or rows migrated.
         """
         self._check()
-        if self._embeddings.engine.stand_in:
+        if self._embeddings.engine.control.stand_in:
             raise RowmeshError(
                 "averages stand in the place of rows, and would be averaged with themselves; update when the block of "
                 "`applied()` has ended, or after restore()"
@@ -112,7 +112,7 @@ class AveragedRows:
         embeddings.barrier()  # ranks may read each other's rows
         try:
             with _held():  # ranks enter together
-                embeddings.engine.put_in_place("averages")
+                embeddings.engine.control.put_in_place("averages")
                 self._on_every_rank(self._put_averages, "putting averages in the place of rows")
                 embeddings.barrier()
             yield
@@ -140,14 +140,14 @@ class AveragedRows:
             return True
 
         with _held():
-            if not engine.stand_in:
+            if not engine.control.stand_in:
                 return
             go_on(lambda: wait_for_background_saves([self._embeddings]))  # it reads averages
-            engine.put_in_place("")
+            engine.control.put_in_place("")
             go_on(self._embeddings.forget_differences)
             go_on(self._embeddings.barrier)  # ranks may read each other's averages
             if not go_on(lambda: self._on_every_rank(self._put_rows, "putting rows in the place of averages")):
-                engine.put_in_place("averages")  # on every rank
+                engine.control.put_in_place("averages")  # on every rank
             go_on(self._embeddings.barrier)
             if failures:
                 raise failures[0]

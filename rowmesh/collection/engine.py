@@ -1,7 +1,7 @@
-"""Engine: the tables of an `EmbeddingCollection` at work, as the collection, an optimizer and a pipeline drive them.
+"""Engine: the tables of an `EmbeddingCollection` at work, as the collection and an optimizer drive them.
 
 It has the rows (`ShardGroups`), the way from batches to vectors (router, outputs), gradients that wait for a push, and
-the step count. In place of the four verbs a pipeline drives windows: `make_window`, `pool_part`, `update_window`.
+the step count. A pipeline drives it through `rowmesh.collection.driven_engine`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, count
-from threading import Event
-from typing import NamedTuple
+from itertools import count
 
 import numpy as np
 import torch
@@ -23,47 +21,38 @@ from torch import Tensor
 
 from rowmesh._support.faults import reach
 from rowmesh._support.gate import Gate
+from rowmesh.collection.control import Control
 from rowmesh.collection.freezing import freeze
 from rowmesh.collection.gradient_norm import are_finite, gradient_norm
 from rowmesh.collection.outputs import Embeddings, Outputs
 from rowmesh.collection.pending import Pending
 from rowmesh.errors import (
     ConfigurationError,
-    DataError,
     IdRangeError,
     NoRoomError,
     PeerError,
-    RefusedError,
     RowmeshError,
     StoreError,
 )
-from rowmesh.exchange.agreement import Agreement
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step, StepRefusedError, agree_to_migrate
 from rowmesh.exchange.migration import Moved
 from rowmesh.exchange.resolve.collected import make_resolver
-from rowmesh.exchange.resolve.known import KnownRows, known_rows
 from rowmesh.exchange.resolve.pins import BatchPin
-from rowmesh.exchange.resolve.resolver import Resolving, plain_of
+from rowmesh.exchange.resolve.resolver import Resolving
 from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.exchange.router import make_router
 from rowmesh.exchange.shard_group import ShardGroup, ShardGroups, ShardOptions
-from rowmesh.exchange.window import Form, Window, WindowMaker
-from rowmesh.exchange.windows import Collected, WindowOptions, Windows
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.failures import FailureMark
 from rowmesh.mesh.waiting import broadcast_object, gather_objects
-from rowmesh.ops.unshared import are_unshared
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.drift import Traffic
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import DenseArena, TableSpec, fuse
+from rowmesh.tables import TableSpec, fuse
 from rowmesh.tables.cached import CachedArena
-from rowmesh.tables.cores import Cores
-from rowmesh.tables.dynamic.table_shard import DynamicShard
-from rowmesh.tables.shard import CoreShard, StoredShard, TableShard, Which
 from rowmesh.tables.spec import names_of
 from rowmesh.tables.update_rules import Rate
 
@@ -81,22 +70,6 @@ class Rows:
         self.num_pushes = num_pushes
 
 
-class Driver(NamedTuple):
-    """A pipeline, as the engine whose rows it moves sees it.
-
-    Attributes:
-        step: takes the learning rates of a step.
-        forget: drops the gradients of a batch that waits for its step.
-        wait: returns when the steps so far are done and no thread uses the tables.
-        cancelled: when it is set, waits for rows of other ranks end.
-    """
-
-    step: Callable[[Sequence[Rate]], None]
-    forget: Callable[[], None]
-    wait: Callable[[], None]
-    cancelled: Event
-
-
 class Engine:
     """Tables at work. Making one is collective.
 
@@ -106,23 +79,26 @@ class Engine:
         mesh: the ranks.
         options: how rows travel and where they are.
         seed: of the initial values.
-        device_name: as the device was asked for, for messages.
 
     Attributes:
+        mesh, options: as given.
+        rows_mesh: the ranks, with process groups for rows.
         plan: which ranks hold each row now.
         device: where rows are and vectors come out: the CPU too, where kernels of a GPU are interpreted.
         groups: of tables that travel together.
+        group_names: their names.
         outputs: makes vectors of rows.
         router: finds the rows of batches.
         shard_groups: rows and their transports.
         exchanges: of all groups, in their order.
         resolver: of dynamic tables; None where there are none.
         pending: gradients that wait for a push.
+        control: whether the program or a pipeline changes rows.
+        gate: is held while rows are looked up, or change.
         traffic: where requests of batches that train are counted; None where they are not.
         step_count: how many steps were taken.
         num_migrations: how many plans were taken over.
         num_sets: how often rows were set from outside.
-        stand_in: what stands in the place of rows for a while, which no step may change; "" where rows do.
         failure: whether a step ended half way, on any rank.
     """
 
@@ -133,16 +109,15 @@ class Engine:
         mesh: Mesh,
         options: ShardOptions,
         seed: int,
-        device_name: str,
     ) -> None:
         self.mesh, self.plan, self.options = mesh, plan, options
         self.device = options.device or torch.device("cpu")
-        self._tables, self._device_name = tuple(tables), device_name
-        self._rows_mesh = mesh.with_process_group("tables")  # a pipeline sends rows while the program sends its own
+        self._tables = tuple(tables)
+        self.rows_mesh = mesh.with_process_group("tables")  # a pipeline sends rows while the program sends its own
         self.groups = fuse(tables, plan.replicas)
-        self._group_names = tuple(group.name for group in self.groups)
+        self.group_names = tuple(group.name for group in self.groups)
         self.outputs = Outputs(tables, self.groups, options.device)
-        shard_groups = ShardGroups(self._rows_mesh, plan, self.groups, options)
+        shard_groups = ShardGroups(self.rows_mesh, plan, self.groups, options)
         shard_groups.allocate()
         self._take(shard_groups)
         for exchange in self.exchanges:
@@ -155,31 +130,26 @@ class Engine:
             self.exchanges, plan, mesh, seed, options.synchronization, shares_memory=shares_memory
         )
         if self.resolver is not None:
-            for means in self._dynamic_means:
-                means.decide_with(self.resolver)
+            for each in self._stored:
+                if isinstance(each.synchronizer, DynamicMeans):
+                    each.synchronizer.decide_with(self.resolver)
         indexed = () if self.resolver is None else self.resolver.device_tables
         self.router = make_router(self.groups, self.outputs.layouts, mesh.run.rank, options.device, indexed)
         self._under_way: weakref.WeakKeyDictionary[Route, SparseBatch] = weakref.WeakKeyDictionary()
         self._last_pins: list[BatchPin] = []  # of batches whose gradients other replicas may still send
         self.pending = Pending()
+        self.control = Control(self.rows_mesh)
         self.gate = Gate(is_shared=options.device is None)  # the host only launches, and keeps things of one look-up
         self._fetching = threading.Lock()  # ranks number their fetches alike
-        self._driver: Driver | None = None
-        self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
-        self._window_maker = WindowMaker()
         self.traffic: Traffic | None = None
         self._num_fetches = self._num_pushes = 0
-        self._num_opened = 0  # steps whose batches a pipeline has opened
-        self._first_step = 1  # of the pipeline that began last
-        self._num_resolved = 0  # batches that dynamic tables had opened when a pipeline began
         self._look_ups = count(1)  # numbers them for messages
         self.step_count = self.num_migrations = self.num_sets = 0
-        self.stand_in = ""
         logger.info("transport %s: %s", shard_groups.transport, shard_groups.reason)
 
     def _make_mark(self) -> FailureMark:
         """Makes the mark by which ranks tell each other that a step of these tables ended half way. Collective."""
-        name, mesh = None, self._rows_mesh
+        name, mesh = None, self.rows_mesh
         if mesh.world_size > 1:
             own = f"{mesh.run.rank}-{next(_numbers)}"
             name = broadcast_object(mesh, own, "naming the tables of all ranks")
@@ -189,9 +159,7 @@ class Engine:
     def num_bytes(self) -> dict[str, int]:
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
         rows = state = 0
-        buffers = self.outputs.pooling.num_bytes + self.router.num_bytes
-        buffers += self.shard_groups.num_bytes + self._window_maker.num_bytes
-        buffers += sum(windows.num_bytes for windows in self._windows)
+        buffers = self.outputs.pooling.num_bytes + self.router.num_bytes + self.shard_groups.num_bytes
         for exchange in self.exchanges:
             of_rows, of_state = exchange.arena.num_bytes
             rows, state = rows + of_rows, state + of_state
@@ -207,9 +175,9 @@ class Engine:
         with self.gate.reading:
             if self.failure.text:
                 self.failure.check()
-            if self._driver is not None:
-                self._driver.wait()
-            route = self._route(batch, (next(self._look_ups), self.step_count))
+            if self.control.driver is not None:
+                self.control.driver.wait()
+            route = self.make_route(batch, (next(self._look_ups), self.step_count))
             try:
                 self._fetch(route)
                 if route.pin is not None:
@@ -229,14 +197,14 @@ class Engine:
         They raise RefusedError in theirs. No-op without dynamic tables, where look-ups of all ranks begin by no message
         of their own, and in a pipeline's loop, where other batches are looked up meanwhile.
         """
-        if self.resolver is not None and self._driver is None:
+        if self.resolver is not None and self.control.driver is None:
             self.resolver.refuse(error)
 
     def route(self, batch: SparseBatch) -> Route:
         """Finds the unique ids of a batch, their owners, and the way back; no communication but for dynamic tables."""
         with self.gate.reading:
             self.wait()
-            route = self._route(batch, (next(self._look_ups), self.step_count))
+            route = self.make_route(batch, (next(self._look_ups), self.step_count))
             self._tell(route)
             return route
 
@@ -257,31 +225,26 @@ class Engine:
 
     def push(self, routes: Sequence[Route] | None, rates: Sequence[Rate]) -> None:
         """Sends the gradients of routes, by default of all that wait, to the owners, which update rows. Collective."""
-        self._check_free("rows are updated")
+        self.control.check("rows are updated")
         with self.gate.writing:
             if self.failure.text:
                 self.failure.check()
             if self._replicated:
                 self._flush()
-            step = Step(self.step_count + 1, rates, self._group_names)
+            step = Step(self.step_count + 1, rates, self.group_names)
             taken = self.pending.choose(routes)
             if (refusal := self._prepare(taken, step)) is not None:
                 raise self._refused(step, refusal)
             try:
                 for each in self._all:
                     each.apply()
-                self._num_pushes += 1
-                self.step_count += 1
-                self.pending.remove(taken, self._num_pushes)
-                for exchange in self.exchanges:
-                    exchange.counters.add_push()
-                if self.resolver is not None:
-                    self._end([route.pin for route in taken if route.pin is not None])
+                self.pending.remove(taken, self._num_pushes + 1)
+                self.finish_step([route.pin for route in taken if route.pin is not None])
             except (NoRoomError, StoreError):  # of averaged replicas, which then make nothing one, on all ranks alike
                 raise
             except BaseException as error:
                 error.add_note(f"step {step.number} ended half way; its tables cannot be used any more")
-                self._fail(step.number, error)
+                self.fail(step.number, error)
                 raise
             del taken  # routes give their memory back here, where Ctrl-C waits
 
@@ -301,11 +264,11 @@ class Engine:
                 refusal = each.agree(step, refusal)
         except PeerError as error:
             if not error.is_common:
-                self._fail(step.number, error)
+                self.fail(step.number, error)
             self._withdraw()
             raise
         except BaseException as error:
-            self._fail(step.number, error)
+            self.fail(step.number, error)
             self._withdraw()
             raise
         if refusal is not None:
@@ -338,11 +301,11 @@ class Engine:
     def _agreeing(self) -> Mesh:
         """The ranks that take a step together: all, but where averaged replicas step for themselves."""
         alone = self._computed or [each for each in self._stored if not each.averages]
-        return self._rows_mesh if alone else min(self._stored, key=lambda each: each.replicas).mesh
+        return self.rows_mesh if alone else min(self._stored, key=lambda each: each.replicas).mesh
 
-    def _fail(self, step: int, error: BaseException) -> None:
+    def fail(self, step: int, error: BaseException) -> None:
         """A step ended half way, or ranks may disagree on whether it was taken: these tables are of no use any more."""
-        rank = self._rows_mesh.name(self._rows_mesh.rank)
+        rank = self.rows_mesh.name(self.rows_mesh.rank)
         what = " ".join(f"{type(error).__name__}: {error}".split())
         self.failure.set(f"rank {rank} failed in step {step}, on which ranks had agreed ({what})")
         for each in self._all:
@@ -360,18 +323,39 @@ class Engine:
                 each.flush()
             except BaseException as error:
                 if each.is_half_done:
-                    self._fail(self.step_count, error)
+                    self.fail(self.step_count, error)
                 raise
 
-    def _end(self, pins: list[BatchPin]) -> None:
-        """Batches have had their step. What replicas send of it comes before the next one ends."""
+    def finish_step(self, pins: list[BatchPin]) -> None:
+        """Counts a step that all ranks have taken, and ends its batches.
+
+        Args:
+            pins: of those that have dynamic ids; what replicas send of them comes before the next step ends.
+        """
+        self._num_pushes += 1
+        self.step_count += 1
+        for exchange in self.exchanges:
+            exchange.counters.add_push()
+        if self.resolver is None:
+            return
         for pin in pins:
             pin.begin_step()
         done, self._last_pins = (self._last_pins, pins) if self._replicated else (pins, [])
         for pin in done:
             pin.end()
 
-    def _route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
+    def make_route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
+        """Finds the rows of a batch.
+
+        Args:
+            batch: to be looked up.
+            moment: the number of its look-up and the steps before it, for messages.
+            is_ahead: whether a pipeline routes it before its turn.
+
+        Raises:
+            RefusedError: there are dynamic tables, and another rank has no such batch, or cannot route it.
+            RowmeshError: this rank cannot; where there are dynamic tables, all ranks know.
+        """
         if self.resolver is None:
             route, again = self.router(batch, self.exchanges, moment), False
         else:
@@ -439,6 +423,17 @@ class Engine:
         route.note_backward()
         self.pending.add(route)
 
+    def wait(self) -> None:
+        """Waits until a pipeline, if one runs, has done the steps so far; the four verbs do so by themselves.
+
+        Raises:
+            RowmeshError: one of its batches is half way, or it failed.
+            PeerError: a step ended half way, on this rank or on another.
+        """
+        self.failure.check()
+        if self.control.driver is not None:
+            self.control.driver.wait()
+
     def flush_replicas(self) -> None:
         """Updates rows by the messages of other replicas, before a look-up reads them. Collective."""
         if self._replicated:
@@ -452,7 +447,7 @@ class Engine:
 
     def push_pending(self, rates: Sequence[Rate]) -> None:
         """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
-        if self._driver is None:
+        if (driver := self.control.driver) is None:
             self.push(None, rates)
             return
         if self.pending:
@@ -460,7 +455,7 @@ class Engine:
                 f"{len(self.pending)} batch(es) were looked up and had their backward beside the pipeline; take all "
                 "gradients of a step from the pipeline's micro-batches"
             )
-        self._driver.step(rates)
+        driver.step(rates)
 
     @property
     def num_backwards(self) -> int:
@@ -475,8 +470,7 @@ class Engine:
         Raises:
             RowmeshError: a pipeline runs, which has sent gradients already.
         """
-        if self._driver is not None:
-            raise self._is_sent("a GradScaler checks", "train in bfloat16, which needs no GradScaler")
+        self.control.check_not_sent("a GradScaler checks", "train in bfloat16, which needs no GradScaler")
         self.pending.drop_refused()
         pooling = self.outputs.pooling
         mine = all(pooling.is_finite(route.groups) for route in self.pending.routes)
@@ -495,8 +489,8 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """The norm of the gradients that wait for a push, as `rowmesh.collection.gradient_norm` has it. Collective."""
-        if self._driver is not None:
-            raise self._is_sent("clipping reads", "clip the dense parameters alone (torch.nn.utils.clip_grad_norm_)")
+        instead = "clip the dense parameters alone (torch.nn.utils.clip_grad_norm_)"
+        self.control.check_not_sent("clipping reads", instead)
         if any(each.averages for each in self._stored):
             raise ConfigurationError(
                 "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
@@ -516,273 +510,10 @@ class Engine:
             RowmeshError: some micro-batches of a pipeline's batch had their backward, and others not yet.
         """
         self.pending.clear()
-        if self._driver is not None:
-            self._driver.forget()
-
-    # What a pipeline drives, in place of the four verbs
-
-    def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
-        """How the windows of each shard group travel. Collective.
-
-        Raises:
-            ConfigurationError: they cannot, on this device.
-        """
-        device = "cpu" if self.options.device is None else self._device_name
-        options = WindowOptions(form, finds_final, verifies, device)
-        made = [each.windows(options) for each in self._all]
-        self._windows.update(made)
-        return made
-
-    def agreement(self, use: str, width: int) -> Agreement:
-        """Makes an exchange of a few numbers, for use while rows are looked up and updated. Collective."""
-        shares_memory = self.shard_groups.transport == "one_sided"
-        return Agreement(self._rows_mesh, use, width, self.options.common, shares_memory=shares_memory)
-
-    def take_over(self, driver: Driver) -> None:
-        """Gives the rows and the steps of the optimizer to a pipeline.
-
-        Raises:
-            RowmeshError: another one has them, or runs on the same mesh.
-        """
-        with self.gate.writing:
-            self.check_whole()
-            if self._driver is not None:
-                raise self._is_driven("another one begins")
-            self._check_free("a pipeline begins")
-            self.mesh.claim("pipeline")
-            self._driver = driver
-            self._rows_mesh.cancellation.watch(driver.cancelled)
-            self._num_opened, self._first_step = self.step_count, self.step_count + 1
-            self._note_merges()
-            if self.resolver is not None:
-                self._num_resolved = self.resolver.step
-
-    def prepare_to_take_back(self) -> None:
-        """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
-        self.mesh.end_claim("pipeline")
-
-    def take_back(self, last: int | None) -> None:
-        """Takes rows and steps back, when no thread of the pipeline uses them.
-
-        Args:
-            last: which step of dynamic tables the last batch opened that stands, −1 where none does: what later ones
-                decided is undone. None: nothing is.
-        """
-        if self.resolver is not None and last is not None and not self.resolver.is_opening:  # a thread left alone may
-            self.resolver.go_back_where_possible(self._num_resolved if last < 0 else last)
-        self._driver = None
-        self._rows_mesh.cancellation.watch(None)
-        for means in self._dynamic_means:
-            means.forget_ahead()
-        self.mesh.unclaim("pipeline")
-
-    @property
-    def is_driven(self) -> bool:
-        """Whether a pipeline runs, or a thread of one still sends."""
-        return self._driver is not None
-
-    def wait(self) -> None:
-        """Waits until a pipeline, if one runs, has done the steps so far; the four verbs do so by themselves.
-
-        Raises:
-            RowmeshError: one of its batches is half way, or it failed.
-            PeerError: a step ended half way, on this rank or on another.
-        """
-        self.failure.check()
-        if self._driver is not None:
-            self._driver.wait()
-
-    @staticmethod
-    def _is_driven(what: str) -> RowmeshError:
-        return RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {what}")
-
-    @staticmethod
-    def _is_sent(reader: str, instead: str) -> RowmeshError:
-        return RowmeshError(
-            f"a pipeline runs, and sends gradients of rows before the step: {reader} gradients that are gone by then; "
-            f"train in a plain loop (look-up, backward, optimizer step for each batch, without Pipeline), or {instead}"
-        )
-
-    def _check_free(self, doing: str) -> None:
-        """Raises RowmeshError where a pipeline has the rows, or something else stands in their place."""
-        if self._driver is not None:
-            raise self._is_driven(doing)
-        if self.stand_in:
-            raise RowmeshError(
-                f"{self.stand_in} stand in the place of rows and would be changed instead; leave the block of "
-                f"`AveragedRows.applied()`, or call its restore(), before {doing}"
-            )
-
-    def make_step(self, rates: Sequence[Rate], number: int = -1) -> Step:
-        """A step of all groups."""
-        return Step(number, rates, self._group_names)
-
-    @property
-    def is_decided_ahead(self) -> bool:
-        """Whether ranks decide together about each batch when it is routed: there are dynamic tables."""
-        return self.resolver is not None
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks look some rows up in their replica group alone."""
-        return bool(self._replicated)
-
-    @property
-    def may_lack_undo(self) -> bool:
-        """Whether some batches cannot be taken back once they are routed: `can_undo` says which."""
-        return self.resolver is not None and bool(self.resolver.device_tables or self._dynamic_means)
-
-    @property
-    def can_undo(self) -> bool:
-        """Whether the next batch can be taken back once it is routed."""
-        return self.resolver is None or self.resolver.can_undo
-
-    @property
-    def merges_next(self) -> bool:
-        """Whether averaged replicas of dynamic tables make one of what they know after the next batch is routed."""
-        return self.resolver is not None and self.resolver.merge_is_due
-
-    def pass_over(self, error: Exception | None) -> None:
-        """Takes the place of `route_ahead` on a rank that has no further batch, or none that can be routed.
-
-        Collective; for tables that are decided ahead. Returns where no rank has a batch, and raises RefusedError on all
-        ranks where one has.
-        """
-        assert self.resolver is not None
-        self.resolver.pass_over(None if error is None else plain_of(error))
-
-    def pass_over_averages(self, number: int) -> None:
-        """What a rank calls in place of `make_window` that has no such batch of a pipeline; collective as that is.
-
-        Args:
-            number: of the batch in its loop.
-        """
-        for means in self._dynamic_means:
-            means.pass_over(self._first_step + number)
-
-    @staticmethod
-    def check_ahead(batch: SparseBatch) -> None:
-        """Raises DataError where a batch cannot be looked up by micro-batch, as it has weights that are trained."""
-        if batch.weights is not None and batch.weights.requires_grad:
-            raise DataError(
-                "weights of ids get no gradient in a pipeline, which reads and routes batches before the step that "
-                "changes what their weights are made from; train them in a plain loop, or take tables with "
-                'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
-            )
-
-    def route_ahead(self, batch: SparseBatch) -> Route:
-        """Finds the rows of a batch that `check_ahead` passed; communicates for dynamic tables alone.
-
-        Raises:
-            RefusedError: another rank has no such batch, or cannot route it.
-            RowmeshError: this one cannot; where there are dynamic tables, all ranks know.
-        """
-        route = self._route(batch, is_ahead=True)
-        self._num_opened += 1
-        return route
-
-    def make_window(self, route: Route, sizes: Sequence[int]) -> Window:
-        """A routed batch that is looked up by micro-batch; no communication but for averages that are due.
-
-        Raises:
-            RefusedError: averages are due, and other replicas have no such batch.
-            NoRoomError, StoreError: on all ranks alike: averages are due, and cannot be.
-        """
-        for means in self._dynamic_means:
-            try:
-                means.merge_ahead(self._num_opened)
-            except RowmeshError:
-                assert self.resolver is not None
-                assert route.pin is not None
-                self.resolver.take_back(route.pin)
-                raise
-        self._note_merges()
-        bounds = list(accumulate(sizes, initial=0))
-        layouts = self.outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
-        return self._window_maker(route, bounds, layouts)
-
-    def tell(self, window: Window, refuses: RowmeshError | None = None) -> None:
-        """Tells hooks of dynamic tables what was decided of a batch that the loop is about to be given.
-
-        Collective where some rank has hooks.
-
-        Args:
-            window: the batch.
-            refuses: why this rank does not go on with it; no hook of it is told.
-
-        Raises:
-            RowmeshError: on all ranks alike, where a hook failed, or one does not go on.
-        """
-        if self.resolver is not None and window.route.pin is not None:
-            self.resolver.tell(window.route.pin, refuses)
-
-    def _note_merges(self) -> None:
-        """Tells the resolver whether averaged replicas make one of what they know after the next batch."""
-        if self.resolver is not None:
-            is_due = any(means.is_due(self._num_opened + 1) for means in self._dynamic_means)
-            self.resolver.expect_merge(is_due=is_due)
-
-    def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
-        """The vectors of a micro-batch whose rows are here; differentiable.
-
-        Args:
-            window: its batch.
-            part: which of its micro-batches.
-            finished: is called when the gradients of its rows are summed.
-        """
-
-        def take_gradients(gradients: Sequence[Tensor]) -> None:
-            may_wait = self.mesh.world_size == 1 and are_unshared(gradients)
-            window.add_gradients(part, self.outputs.pooling.by_group(gradients), may_wait=may_wait)
-            finished()
-
-        groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])
-        return self.outputs(groups, window.route.batch, samples, take_gradients)
-
-    def update_window(
-        self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate], *, forgets: bool = False
-    ) -> None:
-        """Applies the gradients of a window, which all are on their way, or forgets them. Collective."""
-        step = self.make_step(rates, self.step_count + 1)
-        collected = self._collect(windows, window, step, forgets=forgets)
-        try:
-            for each, mine in collected:
-                each.apply(mine)
-            self._num_pushes += 1
-            self.step_count += 1
-            for exchange in self.exchanges:
-                exchange.counters.add_push()
-            if window.route.pin is not None:
-                self._end([window.route.pin])
-        except (NoRoomError, StoreError):  # of averaged replicas, as in `push`
-            raise
-        except BaseException as error:
-            self._fail(step.number, error)
-            raise
-
-    def _collect(
-        self, windows: Sequence[Windows], window: Window, step: Step, *, forgets: bool
-    ) -> list[tuple[Windows, Collected]]:
-        """Has ranks agree on the update of a window, whose gradients have come. Collective."""
-        collected: list[tuple[Windows, Collected]] = []
-        try:
-            reach("engine.push")
-            for each in windows:
-                collected.append((each, each.collect(window, step, forgets=forgets)))
-        except BaseException as error:
-            for each, mine in collected:
-                each.withdraw(mine)
-            # A device may find only now ids that are no rows; all ranks learn it, and nothing has changed.
-            if not isinstance(error, (NoRoomError, StoreError, IdRangeError, RefusedError, StepRefusedError)):
-                self._fail(step.number, error)
-            raise
-        return collected
+        if self.control.driver is not None:
+            self.control.driver.forget()
 
     # What happens between two steps
-
-    def put_in_place(self, stand_in: str) -> None:
-        """Says what stands in the place of rows from now on; "" where rows do again."""
-        self.stand_in = stand_in
 
     def count_from(self, steps: int) -> None:
         """Counts steps on from so many: those of a loaded state."""
@@ -803,70 +534,20 @@ class Engine:
     def freeze(self, tables: Sequence[str], *, is_frozen: bool) -> None:
         """Freezes tables, or lets them train again, as `rowmesh.collection.freezing` has it. Collective."""
         with self.gate.writing:
-            if self._driver is not None:
-                raise self._is_driven("tables are frozen, or train again")
+            self.control.check_not_driven("tables are frozen, or train again")
             freeze(self.mesh, self.exchanges, tables, len(self.pending), is_frozen=is_frozen)
 
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas."""
-        self._check_free("rows are set")
+        self.control.check("rows are set")
         with self.gate.writing:
             self._num_pushes += 1
             self.num_sets += 1
             for each in self._all:
                 each.forget()
 
-    def shards(self, tables: Sequence[TableSpec], which: Which) -> list[TableShard]:
-        """What this rank holds of tables, up to date but for "group": that is as it is, and nothing is waited for."""
-        return [self._shard(table, which) for table in tables]
-
-    def _shard(self, table: TableSpec, which: Which) -> TableShard:
-        find = self.shard_groups.place_of if which == "group" else self._find
-        shard_group, exchange, number = find(table.name)
-        if isinstance(shard_group, CoreShardGroup):
-            return CoreShard(table, shard_group.cores(table.name))
-        if not exchange.is_dynamic:
-            return _stored_shard(table, shard_group, exchange, number, which)
-        assert self.resolver is not None
-        assert isinstance(exchange.arena, DenseArena)
-        if which != "group":
-            self.resolver.check_idle("save and load")
-        found = self.resolver.tables[table.name]
-        owned = None if which == "owned" and found.replica else found.owned  # the first replica has it for all
-        how = {"step": self.resolver.step, "replica": found.replica, "set_step": self.resolver.set_dynamic_step}
-        return DynamicShard(table, owned, exchange.arena, **how)
-
-    def find_rows(self, table: str, which: Which) -> StoredShard:
-        """The rows of a table that has them by number, up to date on this rank."""
-        shard_group, exchange, number = self._find(table)
-        if exchange.is_dynamic:
-            raise ConfigurationError(
-                f"table {table!r} is dynamic: its rows have ids and no numbers; known_rows({table!r}) gives them"
-            )
-        if isinstance(shard_group, CoreShardGroup):
-            raise ConfigurationError(
-                f"table {table!r} is a tensor-train table: its rows are computed where they are looked up, and stored "
-                f"nowhere; cores({table!r}) gives what they are computed from"
-            )
-        return _stored_shard(exchange.group.tables[number], shard_group, exchange, number, which)
-
-    def known_rows(self, table: str) -> KnownRows:
-        """The ids and rows of a dynamic table on this rank."""
-        if self.resolver is None or table not in self.resolver.tables:
-            raise ConfigurationError(f"{table!r} is no dynamic table, see local_rows")
-        _, exchange, _ = self._find(table)
-        self.resolver.check_idle("read known rows")
-        found = self.resolver.tables[table]
-        return known_rows(found.spec, found.owned, exchange.arena)
-
-    def find_cores(self, table: str) -> Cores:
-        """The cores of a tensor-train table."""
-        shard_group, _, _ = self._find(table)
-        if not isinstance(shard_group, CoreShardGroup):
-            raise ConfigurationError(f"table {table!r} is dense and has no cores; held_rows({table!r}) gives its rows")
-        return shard_group.cores(table)
-
-    def _find(self, table: str) -> tuple[ShardGroup | CoreShardGroup, GroupExchange, int]:
+    def find(self, table: str) -> tuple[ShardGroup | CoreShardGroup, GroupExchange, int]:
+        """Where a table is, as `ShardGroups.find` has it, after the steps so far."""
         self.wait()
         with self.gate.writing:  # messages of other replicas may be on their way
             return self.shard_groups.find(table)
@@ -890,7 +571,7 @@ class Engine:
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
-        self._check_free("rows migrate")
+        self.control.check("rows migrate")
         with self.gate.writing:
             self.check_whole()
             began = time.perf_counter()
@@ -917,7 +598,7 @@ class Engine:
 
     def _go_over(self, plan: Plan) -> list[Moved]:
         """Puts shard groups under another plan in the place of those in use; returns what came to this rank."""
-        new = ShardGroups(self._rows_mesh, plan, self.groups, self.options)
+        new = ShardGroups(self.rows_mesh, plan, self.groups, self.options)
         try:
             new.allocate("; the old plan goes on")
             mine = new.fill_from(self.shard_groups)
@@ -931,7 +612,6 @@ class Engine:
         self.shard_groups.close()
         self.plan = plan
         self._take(new)
-        self._window_maker = WindowMaker()  # the memory of windows knows where rows were
         self._num_pushes += 1  # rows that were fetched are stale
         self.num_migrations += 1
         gc.collect()  # a transport and its exchanges refer to each other, and hold the old rows
@@ -942,20 +622,6 @@ class Engine:
         self.shard_groups, self.exchanges = shard_groups, shard_groups.exchanges
         self._all, self._stored, self._computed = shard_groups.all, shard_groups.stored, shard_groups.computed
         self._replicated = [each for each in shard_groups.stored if each.replicas > 1]
-
-    @property
-    def _dynamic_means(self) -> list[DynamicMeans]:
-        """What averages dynamic tables; it exists once shard groups are connected."""
-        return [each.synchronizer for each in self._stored if isinstance(each.synchronizer, DynamicMeans)]
-
-
-def _stored_shard(
-    table: TableSpec, shard_group: ShardGroup, exchange: GroupExchange, number: int, which: Which
-) -> StoredShard:
-    pieces = exchange.address_map.held(number) if which == "held" else exchange.address_map.owned(number)
-    if which == "owned":
-        pieces = map(shard_group.share, pieces)
-    return StoredShard(table, exchange.arena, list(pieces))
 
 
 def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:

@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from rowmesh._support.background_saves import wait_for_background_saves
 from rowmesh._support.counters import CommonCounters, GroupCounters
+from rowmesh.collection import table_shards
+from rowmesh.collection.driven_engine import DrivenEngine
 from rowmesh.collection.engine import Engine, Rows, stored_shapes
 from rowmesh.collection.module_hooks import TableModule, all_frozen, frozen_or_not
 from rowmesh.collection.outputs import Embeddings
@@ -136,7 +138,8 @@ class EmbeddingCollection(TableModule):
         self.tables = tuple(with_moment_scale(table, averaged.get(table.name, 1)) for table in tables)
         self.common_counters = CommonCounters()
         options = ShardOptions(transport, self.synchronization, self.tiers, self.common_counters, place, wire_dtype)
-        self.engine = Engine(framed(self.tables, counts, size), plan, self.mesh, options, seed, str(device))
+        self.engine = Engine(framed(self.tables, counts, size), plan, self.mesh, options, seed)
+        self.driven = DrivenEngine(self.engine, str(device))
         self.device, self.groups, self.is_frozen = self.engine.device, self.engine.groups, all_frozen(self.engine)
         self.features, self.dims = self.engine.outputs.features, self.engine.outputs.dims
 
@@ -174,7 +177,8 @@ class EmbeddingCollection(TableModule):
     @property
     def memory_bytes(self) -> dict[str, int]:
         """Memory of this rank in bytes, by use: rows, optimizer state, and buffers, whether in use or idle."""
-        return self.engine.num_bytes
+        found = self.engine.num_bytes
+        return found | {"buffers": found["buffers"] + self.driven.num_bytes}
 
     @untraced
     @frozen_or_not
@@ -295,7 +299,7 @@ class EmbeddingCollection(TableModule):
             KeyError: there is no such table.
             ConfigurationError: it is a tensor-train table, whose rows are nowhere; see `cores`.
         """
-        return self.engine.find_rows(table, "owned").views
+        return table_shards.stored_shard(self.engine, table, "owned").views
 
     def shards(self, which: Which) -> list[TableShard]:
         """What this rank holds of all tables, in their order, until the next step: what is saved, loaded, published.
@@ -310,7 +314,7 @@ class EmbeddingCollection(TableModule):
         Raises:
             RowmeshError: a pipeline has opened batches of dynamic tables whose steps have not come.
         """
-        return self.engine.shards(self.tables, which)
+        return table_shards.shards(self.engine, self.tables, which)
 
     @property
     def row_epoch(self) -> tuple[int, int]:
@@ -322,7 +326,7 @@ class EmbeddingCollection(TableModule):
 
         For errors see `local_rows`. To set values, on all replicas alike, call `forget_differences` first.
         """
-        return self.engine.find_rows(table, "held").views
+        return table_shards.stored_shard(self.engine, table, "held").views
 
     def known_rows(self, table: str) -> KnownRows:
         """The ids that a dynamic table knows on this rank, with their rows, optimizer state and statistics: copies.
@@ -333,7 +337,7 @@ class EmbeddingCollection(TableModule):
         Raises:
             ConfigurationError: there is no such dynamic table.
         """
-        return self.engine.known_rows(table)
+        return table_shards.known_ids(self.engine, table)
 
     def statistics(self, table: str, ids: Sequence[int] | np.ndarray | torch.Tensor) -> Statistics:
         """How often ids of a dynamic table occurred, when last, and their scores. Collective; ranks may ask for others.
@@ -430,7 +434,7 @@ class EmbeddingCollection(TableModule):
             >>> [tuple(core.shape) for core in cores.cores], cores.rows(torch.tensor([999])).shape
             ([(10, 2, 16), (10, 16, 2, 16), (10, 2, 16)], torch.Size([1, 8]))
         """
-        return self.engine.find_cores(table)
+        return table_shards.cores(self.engine, table)
 
     def barrier(self) -> None:
         """Waits for all ranks; needed after changing `local_rows` in place."""

@@ -26,7 +26,7 @@ from functools import partial
 from numbers import Integral
 from typing import Generic, Self
 
-from rowmesh.collection.engine import Driver
+from rowmesh.collection.control import Driver
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import (
@@ -124,7 +124,7 @@ class Pipeline(Generic[T]):
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
         _check(depth, micro_batches, exchange)
-        if embeddings.engine.may_lack_undo and depth > (most := 1 if overlap else 0):
+        if embeddings.driven.may_lack_undo and depth > (most := 1 if overlap else 0):
             logger.info(
                 "pipeline: depth %d instead of %d: batches of dynamic tables with an index on a device, or with "
                 "averaged replicas, cannot be taken back once they are opened",
@@ -132,7 +132,7 @@ class Pipeline(Generic[T]):
                 depth,
             )
             depth = most
-        self._embeddings, self._engine, self._overlap, self._disturb = embeddings, embeddings.engine, overlap, disturb
+        self._embeddings, self._engine, self._overlap, self._disturb = embeddings, embeddings.driven, overlap, disturb
         self._exchange = exchange
         finds_final = final_rows and depth > 0 and exchange == "delta"
         more = {} if work is None else {"work": work}
@@ -392,7 +392,7 @@ class Pipeline(Generic[T]):
         self._current = self._stages = None
 
     def _last_opened(self, num_given: int) -> int | None:
-        """The step that the last batch opened in dynamic tables that stands there, as `Engine.take_back` takes it.
+        """The step that the last batch opened in dynamic tables that stands there, for `DrivenEngine.take_back`.
 
         The same on all ranks, where they could agree on it.
         """

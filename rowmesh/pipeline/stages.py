@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic
 
-from rowmesh.collection.engine import Engine
+from rowmesh.collection.driven_engine import DrivenEngine
 from rowmesh.errors import DataError, IdRangeError, NoRoomError, PeerError, RefusedError, RowmeshError
 from rowmesh.exchange.window import Window
 from rowmesh.exchange.windows import Windows
@@ -42,7 +42,7 @@ class Stages(Generic[T]):
     def __init__(
         self,
         reader: Iterator[T],
-        engine: Engine,
+        engine: DrivenEngine,
         windows: Sequence[Windows],
         ends: Ends,
         *,
@@ -218,7 +218,7 @@ class Stages(Generic[T]):
         window, engine, rates = batch.window, self._engine, batch.lrs or ()
         assert window
         try:
-            forgets = self._ends.agree(batch.number, batch.answer, engine.make_step(rates, engine.step_count + 1))
+            forgets = self._ends.agree(batch.number, batch.answer, engine.next_step(rates))
         except RowmeshError as error:
             if self._ends.refused is None:
                 raise

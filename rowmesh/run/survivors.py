@@ -175,7 +175,7 @@ class Survivors:
         if not standing.is_between:
             return "is amid the end of a step"
         resolver = self._engine.resolver
-        if self._engine.is_driven or (resolver is not None and resolver.is_opening):
+        if self._engine.control.driver is not None or (resolver is not None and resolver.is_opening):
             return "has a thread that still exchanges rows"
         steps = standing.step + self._steps_before
         if not all(each.rows_after(steps) for each in self._engine.shard_groups.all):

@@ -49,7 +49,7 @@ def train(
     for step, ahead in zip(range(stream.num_steps), aheads, strict=False):
         held.append(resolver.pins.begin())
         batches = [stream.batch(step + k, mesh.rank, is_dynamic=True) for k in range(ahead)]
-        opened = [embeddings.engine._route(batch, is_ahead=True) for batch in batches]
+        opened = [embeddings.engine.make_route(batch, is_ahead=True) for batch in batches]
         assert resolver.can_undo
         resolver.go_back(step)
         del opened

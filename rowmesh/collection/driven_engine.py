@@ -1,0 +1,284 @@
+"""DrivenEngine: the tables of an `EmbeddingCollection` at work in a pipeline, which drives windows instead of verbs.
+
+    take_over → route_ahead → make_window → pool_part, one by one → update_window → take_back
+
+Rows travel in between, as `windows` has them do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from rowmesh._support.faults import reach
+from rowmesh.collection.control import Driver
+from rowmesh.collection.engine import Engine
+from rowmesh.collection.outputs import Embeddings
+from rowmesh.errors import DataError, IdRangeError, NoRoomError, RefusedError, RowmeshError, StoreError
+from rowmesh.exchange.agreement import Agreement
+from rowmesh.exchange.dynamic_means import DynamicMeans
+from rowmesh.exchange.handshake import Step, StepRefusedError
+from rowmesh.exchange.resolve.resolver import plain_of
+from rowmesh.exchange.route import Route
+from rowmesh.exchange.window import Form, Window, WindowMaker
+from rowmesh.exchange.windows import Collected, WindowOptions, Windows
+from rowmesh.ops.unshared import are_unshared
+from rowmesh.sparse import SparseBatch
+from rowmesh.tables.update_rules import Rate
+
+
+class DrivenEngine:
+    """An engine as the pipelines of its collection drive it, one loop at a time.
+
+    Args:
+        engine: of the tables.
+        device_name: as the device was asked for, for messages.
+
+    Attributes:
+        mesh: the ranks.
+    """
+
+    def __init__(self, engine: Engine, device_name: str) -> None:
+        self._engine, self._device_name = engine, device_name
+        self.mesh, self._resolver, self._outputs = engine.mesh, engine.resolver, engine.outputs
+        synchronizers = [each.synchronizer for each in engine.shard_groups.stored]
+        # What averages dynamic tables, which do not migrate.
+        self._dynamic_means = [each for each in synchronizers if isinstance(each, DynamicMeans)]
+        self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
+        self._window_maker, self._num_migrations = WindowMaker(), engine.num_migrations
+        self._num_opened = 0  # steps whose batches were opened
+        self._first_step = 1  # of the loop that began last
+        self._num_resolved = 0  # batches that dynamic tables had opened when it began
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the buffers of windows, whether in use or idle."""
+        return self._window_maker.num_bytes + sum(windows.num_bytes for windows in self._windows)
+
+    # What a pipeline asks when it is made
+
+    def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
+        """How the windows of each shard group travel. Collective.
+
+        Raises:
+            ConfigurationError: they cannot, on this device.
+        """
+        engine = self._engine
+        device = "cpu" if engine.options.device is None else self._device_name
+        options = WindowOptions(form, finds_final, verifies, device)
+        made = [each.windows(options) for each in engine.shard_groups.all]
+        self._windows.update(made)
+        return made
+
+    def agreement(self, use: str, width: int) -> Agreement:
+        """Makes an exchange of a few numbers, for use while rows are looked up and updated. Collective."""
+        engine = self._engine
+        shares_memory = engine.shard_groups.transport == "one_sided"
+        return Agreement(engine.rows_mesh, use, width, engine.options.common, shares_memory=shares_memory)
+
+    @property
+    def num_migrations(self) -> int:
+        """How many plans were taken over."""
+        return self._engine.num_migrations
+
+    @property
+    def is_decided_ahead(self) -> bool:
+        """Whether ranks decide together about each batch when it is routed: there are dynamic tables."""
+        return self._resolver is not None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks look some rows up in their replica group alone."""
+        return any(each.replicas > 1 for each in self._engine.shard_groups.stored)
+
+    @property
+    def may_lack_undo(self) -> bool:
+        """Whether some batches cannot be taken back once they are routed: `can_undo` says which."""
+        return self._resolver is not None and bool(self._resolver.device_tables or self._dynamic_means)
+
+    # A loop begins and ends
+
+    def take_over(self, driver: Driver) -> None:
+        """Gives the rows and the steps of the optimizer to a pipeline.
+
+        Raises:
+            RowmeshError: another one has them, or runs on the same mesh.
+        """
+        engine = self._engine
+        with engine.gate.writing:
+            engine.check_whole()
+            engine.control.acquire(driver)
+            if self._num_migrations != engine.num_migrations:  # the memory of windows knows where rows were
+                self._window_maker, self._num_migrations = WindowMaker(), engine.num_migrations
+            self._num_opened, self._first_step = engine.step_count, engine.step_count + 1
+            self._note_merges()
+            if self._resolver is not None:
+                self._num_resolved = self._resolver.step
+
+    def prepare_to_take_back(self) -> None:
+        """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
+        self._engine.control.prepare_to_release()
+
+    def take_back(self, last: int | None) -> None:
+        """Takes rows and steps back, when no thread of the pipeline uses them.
+
+        Args:
+            last: which step of dynamic tables the last batch opened that stands, −1 where none does: what later ones
+                decided is undone. None: nothing is.
+        """
+        resolver = self._resolver
+        if resolver is not None and last is not None and not resolver.is_opening:  # a thread left alone may
+            resolver.go_back_where_possible(self._num_resolved if last < 0 else last)
+        for means in self._dynamic_means:
+            means.forget_ahead()
+        self._engine.control.release()
+
+    # A batch is routed
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the next batch can be taken back once it is routed."""
+        return self._resolver is None or self._resolver.can_undo
+
+    @property
+    def merges_next(self) -> bool:
+        """Whether averaged replicas of dynamic tables make one of what they know after the next batch is routed."""
+        return self._resolver is not None and self._resolver.merge_is_due
+
+    @staticmethod
+    def check_ahead(batch: SparseBatch) -> None:
+        """Raises DataError where a batch cannot be looked up by micro-batch, as it has weights that are trained."""
+        if batch.weights is not None and batch.weights.requires_grad:
+            raise DataError(
+                "weights of ids get no gradient in a pipeline, which reads and routes batches before the step that "
+                "changes what their weights are made from; train them in a plain loop, or take tables with "
+                'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
+            )
+
+    def route_ahead(self, batch: SparseBatch) -> Route:
+        """Finds the rows of a batch that `check_ahead` passed; communicates for dynamic tables alone.
+
+        For errors see `Engine.make_route`.
+        """
+        route = self._engine.make_route(batch, is_ahead=True)
+        self._num_opened += 1
+        return route
+
+    def pass_over(self, error: Exception | None) -> None:
+        """Takes the place of `route_ahead` on a rank that has no further batch, or none that can be routed.
+
+        Collective; for tables that are decided ahead. Returns where no rank has a batch, and raises RefusedError on all
+        ranks where one has.
+        """
+        assert self._resolver is not None
+        self._resolver.pass_over(None if error is None else plain_of(error))
+
+    def make_window(self, route: Route, sizes: Sequence[int]) -> Window:
+        """A routed batch that is looked up by micro-batch; no communication but for averages that are due.
+
+        Raises:
+            RefusedError: averages are due, and other replicas have no such batch.
+            NoRoomError, StoreError: on all ranks alike: averages are due, and cannot be.
+        """
+        for means in self._dynamic_means:
+            try:
+                means.merge_ahead(self._num_opened)
+            except RowmeshError:
+                assert self._resolver is not None
+                assert route.pin is not None
+                self._resolver.take_back(route.pin)
+                raise
+        self._note_merges()
+        bounds = list(accumulate(sizes, initial=0))
+        layouts = self._outputs.layouts.parts(route.batch, [group.layout for group in route.groups], bounds)
+        return self._window_maker(route, bounds, layouts)
+
+    def pass_over_averages(self, number: int) -> None:
+        """What a rank calls in place of `make_window` that has no such batch of a pipeline; collective as that is.
+
+        Args:
+            number: of the batch in its loop.
+        """
+        for means in self._dynamic_means:
+            means.pass_over(self._first_step + number)
+
+    def _note_merges(self) -> None:
+        """Tells the resolver whether averaged replicas make one of what they know after the next batch."""
+        if self._resolver is not None:
+            is_due = any(means.is_due(self._num_opened + 1) for means in self._dynamic_means)
+            self._resolver.expect_merge(is_due=is_due)
+
+    # A window is trained
+
+    def tell(self, window: Window, refuses: RowmeshError | None = None) -> None:
+        """Tells hooks of dynamic tables what was decided of a batch that the loop is about to be given.
+
+        Collective where some rank has hooks.
+
+        Args:
+            window: the batch.
+            refuses: why this rank does not go on with it; no hook of it is told.
+
+        Raises:
+            RowmeshError: on all ranks alike, where a hook failed, or one does not go on.
+        """
+        if self._resolver is not None and window.route.pin is not None:
+            self._resolver.tell(window.route.pin, refuses)
+
+    def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
+        """The vectors of a micro-batch whose rows are here; differentiable.
+
+        Args:
+            window: its batch.
+            part: which of its micro-batches.
+            finished: is called when the gradients of its rows are summed.
+        """
+
+        def take_gradients(gradients: Sequence[Tensor]) -> None:
+            may_wait = self.mesh.world_size == 1 and are_unshared(gradients)
+            window.add_gradients(part, self._outputs.pooling.by_group(gradients), may_wait=may_wait)
+            finished()
+
+        groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])
+        return self._outputs(groups, window.route.batch, samples, take_gradients)
+
+    def next_step(self, rates: Sequence[Rate]) -> Step:
+        """The next step of all groups."""
+        return Step(self._engine.step_count + 1, rates, self._engine.group_names)
+
+    def update_window(
+        self, windows: Sequence[Windows], window: Window, rates: Sequence[Rate], *, forgets: bool = False
+    ) -> None:
+        """Applies the gradients of a window, which all are on their way, or forgets them. Collective."""
+        step = self.next_step(rates)
+        collected = self._collect(windows, window, step, forgets=forgets)
+        try:
+            for each, mine in collected:
+                each.apply(mine)
+            self._engine.finish_step([] if window.route.pin is None else [window.route.pin])
+        except (NoRoomError, StoreError):  # of averaged replicas, as in `Engine.push`
+            raise
+        except BaseException as error:
+            self._engine.fail(step.number, error)
+            raise
+
+    def _collect(
+        self, windows: Sequence[Windows], window: Window, step: Step, *, forgets: bool
+    ) -> list[tuple[Windows, Collected]]:
+        """Has ranks agree on the update of a window, whose gradients have come. Collective."""
+        collected: list[tuple[Windows, Collected]] = []
+        try:
+            reach("engine.push")
+            for each in windows:
+                collected.append((each, each.collect(window, step, forgets=forgets)))
+        except BaseException as error:
+            for each, mine in collected:
+                each.withdraw(mine)
+            # A device may find only now ids that are no rows; all ranks learn it, and nothing has changed.
+            if not isinstance(error, (NoRoomError, StoreError, IdRangeError, RefusedError, StepRefusedError)):
+                self._engine.fail(step.number, error)
+            raise
+        return collected
