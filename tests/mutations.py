@@ -143,8 +143,8 @@ MUTATIONS = [
     Mutation(
         "one-sided: a send buffer that moved is read where it was",
         f"{EXCHANGE}/one_sided.py",
-        "if mapped is None or mapped[0] != generation:",
-        "if mapped is None:",
+        "if mapped is not None and mapped[0] == generation:",
+        "if mapped is not None:",
         RANKS,
     ),
     Mutation(

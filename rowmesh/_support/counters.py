@@ -123,11 +123,20 @@ class GroupCounters:
         """Adds ids of a feature that are no rows of its table."""
         self.out_of_range[feature] = self.out_of_range.get(feature, 0) + count
 
-    def count_tables(self, accesses: np.ndarray, offsets: np.ndarray) -> None:
-        """Adds the requests to this rank in one update: ids by segment `[S′]`, offsets of distinct rows `[S′ + 1]`.
+    def count_tables(
+        self, accesses: np.ndarray, offsets: np.ndarray, num_segments: int | None = None, received_bytes: int = 0
+    ) -> None:
+        """Adds the requests to this rank in one update; segments are tables, once for each kind of rows.
 
-        Segments are tables, once for each kind of rows.
+        Args:
+            accesses: ids by segment, `[S′]`.
+            offsets: of distinct rows, `[S′ + 1]`.
+            num_segments: the first ones, where rows of these alone are counted.
+            received_bytes: what this rank read of others for it.
         """
+        self.bytes_received += received_bytes
+        if num_segments is not None:
+            offsets = np.minimum(offsets, offsets[num_segments])
         num_tables, distinct = len(self.tables), offsets[1:] - offsets[:-1]
         if len(accesses) != num_tables:  # else as they are: a sum costs more than what follows
             accesses = accesses.reshape(-1, num_tables).sum(0)

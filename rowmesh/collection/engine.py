@@ -225,7 +225,8 @@ class Engine:
 
     def push(self, routes: Sequence[Route] | None, rates: Sequence[Rate]) -> None:
         """Sends the gradients of routes, by default of all that wait, to the owners, which update rows. Collective."""
-        self.control.check("rows are updated")
+        if self.control.driver is not None or self.control.stand_in:
+            self.control.check("rows are updated")
         with self.gate.writing:
             if self.failure.text:
                 self.failure.check()
@@ -239,7 +240,7 @@ class Engine:
                 for each in self._all:
                     each.apply()
                 self.pending.remove(taken, self._num_pushes + 1)
-                self.finish_step([route.pin for route in taken if route.pin is not None])
+                self.finish_step([] if self.resolver is None else [each.pin for each in taken if each.pin is not None])
             except (NoRoomError, StoreError):  # of averaged replicas, which then make nothing one, on all ranks alike
                 raise
             except BaseException as error:
@@ -408,12 +409,10 @@ class Engine:
             each.fetch(route, meanwhile)
 
     def _pool(self, route: Route) -> Embeddings:
-        if torch.is_grad_enabled():
-            route.note_pooled(threading.get_ident(), self._num_pushes)
-        batch = route.batch
-        return self.outputs(route.groups, batch, slice(0, batch.batch_size), partial(self._take_gradients, route))
+        take = partial(self._take_gradients, route, threading.get_ident(), self._num_pushes)
+        return self.outputs(route.groups, route.batch, slice(0, route.batch.batch_size), take)
 
-    def _take_gradients(self, route: Route, gradients: Sequence[Tensor]) -> None:
+    def _take_gradients(self, route: Route, thread: int, num_pushes: int, gradients: Sequence[Tensor]) -> None:
         """Sums the gradients of equal ids; the route then waits for push."""
         if route.has_gradients:
             raise RowmeshError("backward ran twice through one forward of an EmbeddingCollection; call forward again")
@@ -421,7 +420,7 @@ class Engine:
         may_wait = self.mesh.world_size == 1 and not self.pending
         self.outputs.pooling.backward(route.groups, gradients, may_wait=may_wait)
         route.note_backward()
-        self.pending.add(route)
+        self.pending.add(route, thread, num_pushes)
 
     def wait(self) -> None:
         """Waits until a pipeline, if one runs, has done the steps so far; the four verbs do so by themselves.

@@ -181,7 +181,6 @@ class EmbeddingCollection(TableModule):
         return found | {"buffers": found["buffers"] + self.driven.num_bytes}
 
     @untraced
-    @frozen_or_not
     def forward(self, batch: SparseBatch | KeyedJagged, features: Sequence[str] | None = None) -> Embeddings:
         """Looks up a batch, or some features of it, in the order given; collective, each rank passes its own samples.
 
@@ -199,14 +198,18 @@ class EmbeddingCollection(TableModule):
                 RefusedError, and none has decided anything.
         """
         try:
-            sparse = as_batch(batch)
+            sparse = batch if isinstance(batch, SparseBatch) else as_batch(batch)
             if features is not None:
                 sparse = with_empty_bags(sparse, features, [name for table in self.tables for name in table.features])
         except Exception as error:
             self.engine.refuse(error)
             raise
-        found = self.engine.look_up(sparse)
+        found = self._look_up_frozen(batch, sparse) if self.is_frozen else self.engine.look_up(sparse)
         return found if features is None else found.select(features)
+
+    @frozen_or_not
+    def _look_up_frozen(self, batch: SparseBatch | KeyedJagged, sparse: SparseBatch) -> Embeddings:
+        return self.engine.look_up(sparse)
 
     @frozen_or_not
     def route(self, batch: SparseBatch | KeyedJagged) -> Route:

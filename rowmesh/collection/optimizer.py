@@ -141,7 +141,10 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
     def _rates(self) -> list[Rate]:
         """The rates of the next step of each group; it cannot be taken where this raises RowmeshError."""
         factor = 1.0 if self._unscaled is None else self._factor(self._unscaled)
-        return [Rate(float(group["lr"]), factor) for group in self.param_groups]
+        rates: list[Rate] = []
+        for group in self.param_groups:
+            rates.append(Rate(float(group["lr"]), factor))
+        return rates
 
     def check_step(self) -> None:
         """Raises RowmeshError where `step` could not use the gradients that are there. Local."""

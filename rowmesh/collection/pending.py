@@ -25,7 +25,7 @@ class Pending:
     def __init__(self) -> None:
         self.num_added = 0
         self._lock = threading.Lock()
-        self._routes: list[Route] = []
+        self._routes: dict[Route, tuple[int, int]] = {}  # which thread pooled each for training, after how many pushes
         self._is_refused = False
         self._pusher = 0  # the thread that pushed last
         self._last = self._last_of_others = 0  # the numbers of its last push, and of the last one of another thread
@@ -39,13 +39,18 @@ class Pending:
         with self._lock:
             return [*self._routes]
 
-    def add(self, route: Route) -> None:
-        """Takes a route whose gradients are summed."""
+    def add(self, route: Route, thread: int, num_pushes: int) -> None:
+        """Takes a route whose gradients are summed.
+
+        Args:
+            route: of a look-up.
+            thread, num_pushes: which thread pooled it, and after how many pushes.
+        """
         with self._lock:
             if self._is_refused:  # a step was left out, and these gradients with it
                 self._routes.clear()
                 self._is_refused = False
-            self._routes.append(route)
+            self._routes[route] = thread, num_pushes
             self.num_added += 1
 
     def refuse(self) -> None:
@@ -63,12 +68,13 @@ class Pending:
     def drop_taken_back(self) -> None:
         """Forgets those of batches that another rank refused: their frames may be those of other ids now."""
         with self._lock:
-            self._routes = [each for each in self._routes if each.pin is None or not each.pin.is_taken_back]
+            for route in [each for each in self._routes if each.pin is not None and each.pin.is_taken_back]:
+                del self._routes[route]
 
     def clear(self) -> None:
         """Forgets them."""
         with self._lock:
-            routes, self._routes, self._is_refused = self._routes, [], False
+            routes, self._routes, self._is_refused = self._routes, {}, False
         if routes:
             hold()  # Python drops what is raised as routes give their memory back, and they would not have done so
             try:
@@ -92,11 +98,12 @@ class Pending:
             if routes is not None:
                 self._check_waiting(routes)
             for route in chosen:
-                if route.thread != chosen[0].thread:
-                    raise _two_train(chosen[0].thread, route.thread)
-                of_others = self._last_of_others if route.thread == self._pusher else self._last
-                if of_others > route.num_pushes:
-                    raise _stepped_between(self._pusher, route.thread)
+                (first, _), (thread, num_pushes) = self._routes[chosen[0]], self._routes[route]
+                if thread != first:
+                    raise _two_train(first, thread)
+                of_others = self._last_of_others if thread == self._pusher else self._last
+                if of_others > num_pushes:
+                    raise _stepped_between(self._pusher, thread)
         if len(chosen) > 1:
             chosen.sort(key=lambda route: route.number)
         return chosen
@@ -109,18 +116,14 @@ class Pending:
             number: of the push, from 1.
         """
         with self._lock:
-            if len(chosen) == len(self._routes):
-                self._routes = []
-            else:
-                pushed = {id(route) for route in chosen}
-                self._routes = [route for route in self._routes if id(route) not in pushed]
+            for route in chosen:
+                self._routes.pop(route, None)
             if (me := threading.get_ident()) != self._pusher:
                 self._pusher, self._last_of_others = me, self._last
             self._last = number
 
     def _check_waiting(self, routes: Sequence[Route]) -> None:
-        pushed, waiting = {id(route) for route in routes}, {id(route) for route in self._routes}
-        if len(pushed & waiting) != len(routes):
+        if len(self._routes.keys() & routes) != len(routes):
             raise RowmeshError("a route can be pushed once, after its backward; one here was pushed before or has none")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ class Pooling:
         self._dims = [group.dim for group in groups]
         self.width, self.dtype, self.device = width, compute_dtype(groups[0].dtype), device
         self._outputs = TensorPool(max_idle=4 * (1 + sum(self._is_sequence))) if device is None else None
+        self._new: Callable[[int, int], Tensor] = (
+            partial(torch.empty, dtype=self.dtype, device=device)
+            if self._outputs is None
+            else partial(self._outputs.take, self.dtype)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -41,11 +47,6 @@ class Pooling:
         """Sorts the output cells by row (CSR), for the backward; may run while rows travel."""
         group.look_up.compress(group.layout)
 
-    def _take(self, num_rows: int, dim: int) -> Tensor:
-        if self._outputs is None:
-            return torch.empty(num_rows, dim, dtype=self.dtype, device=self.device)
-        return self._outputs.take(self.dtype, num_rows, dim)
-
     def forward(self, groups: Sequence[AnyRouteGroup], batch: SparseBatch, num_samples: int) -> tuple[Tensor, ...]:
         """`[num_samples, width]` for the pooled groups, then `[ids of the group, D]` for each sequence group.
 
@@ -54,10 +55,10 @@ class Pooling:
             batch: whose ids they are of.
             num_samples: of the batch, or of the part of it that the groups' layouts describe.
         """
-        outputs = [self._take(num_samples, self.width)]
+        outputs = [self._new(num_samples, self.width)]
         for group, is_sequence, dim in zip(groups, self._is_sequence, self._dims, strict=True):
             if is_sequence:
-                outputs.append(self._take(group.layout.num_ids, dim))
+                outputs.append(self._new(group.layout.num_ids, dim))
             group.look_up.pool(group.layout, batch.weights, outputs[-1 if is_sequence else 0])
         return tuple(outputs)
 
@@ -85,9 +86,11 @@ class Pooling:
 
     def by_group(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the output that each group wrote into."""
-        contiguous = [grad.contiguous() for grad in gradients]
-        sequences = iter(contiguous[1:])
-        return [next(sequences) if is_sequence else contiguous[0] for is_sequence in self._is_sequence]
+        pooled, *sequences = map(Tensor.contiguous, gradients)
+        if not sequences:
+            return [pooled] * len(self._is_sequence)
+        of_sequences = iter(sequences)
+        return [next(of_sequences) if is_sequence else pooled for is_sequence in self._is_sequence]
 
 
 class WeightGradients:

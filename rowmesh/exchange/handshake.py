@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from struct import pack
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,32 +30,33 @@ from rowmesh.tables.update_rules import Rate
 _BITS = 32  # of a digest; what stands before it is one that says whether a rank refuses, then an operation
 
 
-class Step:
+class Step(NamedTuple):
     """One update of all groups of a collection; it does not change.
 
     Attributes:
         number: from 1; −1 where it is only compared.
         rates: of each group.
         names: of the groups, for messages.
+        before: digest of the steps before, where ranks compare several at once.
 
     Example:
         >>> Step(1, (Rate(0.1),)).digest == Step(7, (Rate(0.1),)).digest != Step(1, (Rate(0.2),)).digest
         True
     """
 
-    __slots__ = ("_before", "names", "number", "rates")
-
-    def __init__(self, number: int, rates: Sequence[Rate], names: Sequence[str] = (), *, before: int = 0) -> None:
-        self.number, self.rates, self.names, self._before = number, rates, names, before
+    number: int
+    rates: Sequence[Rate]
+    names: Sequence[str] = ()
+    before: int = 0
 
     @property
     def digest(self) -> int:
         """Digest of the rates, 32 bits; computed only where there are others to compare it with."""
-        return zlib.crc32(pack(f"{2 * len(self.rates)}d", *chain.from_iterable(self.rates)), self._before)
+        return zlib.crc32(pack(f"{2 * len(self.rates)}d", *chain.from_iterable(self.rates)), self.before)
 
     def after(self, digest: int) -> Step:
         """The same step, whose digest is also that of the steps before: of what `after` gave for the last one, or 0."""
-        return Step(self.number, self.rates, self.names, before=digest)
+        return self._replace(before=digest)
 
 
 def out_of_step(text: str) -> PeerError:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rowmesh._support.faults import reach
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.group import GroupExchange, never
 from rowmesh.exchange.resolve.asking import Asked, largest
@@ -118,25 +117,9 @@ class HostGroupExchange(GroupExchange):
         Raises:
             IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
         """
-        look_up, ids = self._take_look_up(), batch.ids
-        try:
-            is_found = self.look_ups.find(look_up, ids, layout, inverse)
-            reach("route.found_unique")
-            if not is_found:
-                is_found = self.look_ups.find(look_up, self._mapped(ids, layout), layout, inverse)
-                assert is_found
-        except BaseException:  # peers know this send buffer: it must not be lost
-            self.look_ups.give_back(look_up)
-            raise
-        return self._routed(look_up, layout)
-
-    def _take_look_up(self) -> HostLookUp:
-        try:
-            return self.look_ups.idle.pop()
-        except IndexError:  # asking before would not do: another thread may take the last one
-            return self.look_ups.make()
-
-    def _routed(self, look_up: HostLookUp, layout: GroupLayout) -> HostRouteGroup:
+        look_up, unique = self.look_ups.find_unique(batch.ids, layout, inverse)
+        if not look_up.place(unique, inverse, batch.ids.numel()):
+            return self.route(batch.with_ids(self._mapped(batch.ids, layout)), layout, inverse)
         with self._counting:
             self.counters.add_route(layout.num_ids, look_up.num_unique)
         return RouteGroup(self, layout, look_up, self.look_ups.give_back)
@@ -163,8 +146,7 @@ class HostGroupExchange(GroupExchange):
 
     def nothing(self) -> HostRouteGroup:
         """The group's part of a route that asks for no row."""
-        look_up = self._take_look_up()
-        look_up.take_nothing()
+        look_up = self.look_ups.take_nothing()
         layout = GroupLayout(np.zeros((0, DESCRIPTOR), np.int64), 0, False)
         return RouteGroup(self, layout, look_up, self.look_ups.give_back)
 
@@ -172,12 +154,7 @@ class HostGroupExchange(GroupExchange):
 
     def find_unique(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> Found:
         """Finds the distinct ids; what is returned goes to `place`, or to `drop`. Arguments as for `route`."""
-        look_up = self._take_look_up()
-        try:
-            unique = self.look_ups.find_unique(look_up, batch.ids, layout, inverse)
-        except BaseException:
-            self.look_ups.give_back(look_up)
-            raise
+        look_up, unique = self.look_ups.find_unique(batch.ids, layout, inverse)
         number = int(unique.offsets[-1])
         ids, counts = array_at(unique.ids, np.int64, number), array_at(look_up.counts, np.uint32, number)
         scores = None
@@ -190,24 +167,22 @@ class HostGroupExchange(GroupExchange):
 
     def place(self, found: Found, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
         """Routes what `find_unique` found, which is frames now."""
-        look_up = found.look_up
-        try:
-            if found.asked.is_distinct:
-                is_found = self.look_ups.place(look_up, found.unique, inverse, batch.ids.numel())
-            else:  # ids share a frame
-                frames = torch.from_numpy(self._frames(found.asked.ids, layout, inverse, batch.ids.numel()))
-                self.look_ups.drop_unique(found.unique)
-                is_found = self.look_ups.find(look_up, frames, layout, inverse)
-            assert is_found
-        except BaseException:  # peers know this send buffer: it must not be lost
-            self.look_ups.give_back(look_up)
-            raise
-        return self._routed(look_up, layout)
+        num_ids = batch.ids.numel()
+        if not found.asked.is_distinct:  # ids share a frame
+            try:
+                frames = self._frames(found.asked.ids, layout, inverse, num_ids)
+            finally:
+                self.drop(found)
+            return self.route(batch.with_ids(torch.from_numpy(frames)), layout, inverse)
+        is_found = found.look_up.place(found.unique, inverse, num_ids)
+        assert is_found
+        with self._counting:
+            self.counters.add_route(layout.num_ids, found.look_up.num_unique)
+        return RouteGroup(self, layout, found.look_up, self.look_ups.give_back)
 
     def drop(self, found: Found) -> None:
         """What `find_unique` found is of no use."""
-        self.look_ups.drop_unique(found.unique)
-        self.look_ups.give_back(found.look_up)
+        self.look_ups.drop(found.look_up, found.unique)
 
     @staticmethod
     def _frames(frames: np.ndarray, layout: GroupLayout, inverse: int, num_ids: int) -> np.ndarray:
@@ -263,13 +238,10 @@ class HostGroupExchange(GroupExchange):
         """Lists of requests to be merged, by default by the group's merger."""
         return Sources(merger or self.merger, self.gradient_bytes, self.num_segments)
 
-    def add_own(self, sources: Sources, group: HostRouteGroup, *, with_copies: bool = False) -> None:
-        """Adds the requests that this rank makes of itself, and those of others about rows that have a copy here."""
+    def add_own(self, sources: Sources, group: HostRouteGroup) -> None:
+        """Adds the requests that this rank makes of itself."""
         send, rank = group.look_up.send, self.rank
         sources.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
-        if with_copies:
-            where = send.slots_address, send.segment_offsets, send.gradients.address
-            sources.add_copied(*where, self.copies.start, rank)
 
     def update(self, sources: Sources, update: Update, num_segments: int | None = None) -> None:
         """Updates merged rows, of the first segments where a number is given."""
@@ -330,10 +302,7 @@ class HostGroupExchange(GroupExchange):
 
     def count_merged(self, sources: Sources, num_segments: int | None = None) -> None:
         """Counts what was asked of this rank, of the first segments where a number is given."""
-        offsets = sources.merger.merged_offsets
-        if num_segments is not None:
-            offsets = np.minimum(offsets, offsets[num_segments])
-        self.counters.count_tables(sources.accesses, offsets)
+        self.counters.count_tables(sources.accesses, sources.merger.merged_offsets, num_segments)
 
     def count_alone(self, group: HostRouteGroup) -> None:
         """See `GroupExchange.count_alone`."""

@@ -46,8 +46,8 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         self._num_fetches = self._num_pushes = 0
         self._num_groups = num_groups
         self._keep: list[SharedBuffer] = []
-        # Peers' send buffers as they look here, mapped again where a peer makes one anew: its generation, the arguments
-        # of `Sources.add` and the first ones of `Sources.add_copied`, and what has the memory.
+        # Send buffers of all ranks as they look here, mapped again where a rank makes one anew: its generation, the
+        # arguments of `Sources.add` and the first ones of `Sources.add_copied`, and what has a peer's memory.
         self._mapped: dict[tuple[int, int, int], tuple[int, _Requests, _Copied, list[SharedBuffer]]] = {}
         # The line of every rank: its barrier flag; how many fetches it made, whether it refuses the step and the digest
         # of its learning rates, whether it announces anything new, whether it has no room for what is new; for each
@@ -125,16 +125,10 @@ class OneSidedTransport(Transport[HostGroupExchange]):
                 f"rank {self._mesh.name(self._mesh.rank)}: {len(routes)} forward passes were accumulated for one step; "
                 f"at most {MAX_ROUTES} can be"
             )
-        self._announce(routes)
+        size = self._mesh.world_size
         for index, exchange in enumerate(self._exchanges):
             if exchange.replicated is not None:
                 exchange.replicated.make_room(self._rooms[index])
-        self._pushed = routes, updates, step
-
-    def _announce(self, routes: Sequence[Routed]) -> None:
-        """Writes the send buffers of all groups to the board, and notes whether peers have to make room for them."""
-        size = self._mesh.world_size
-        for index, exchange in enumerate(self._exchanges):
             announced, most, shown = self._own[index], self._most[index], self._shown[index]
             counts, is_new, begin = [0] * size, len(routes) > most[size], 1
             for route in routes:
@@ -157,20 +151,24 @@ class OneSidedTransport(Transport[HostGroupExchange]):
                 most[size] = max(most[size], len(routes))
                 self._limits[self._mesh.rank][index] = most
                 self._is_new = True  # until all have made room
+        self._pushed = routes, updates, step
 
     def agree(self, step: Step, refusal: Exception | None) -> Exception | None:
         """Waits for all announcements; where one is new, makes room for it and waits once more."""
         self._num_pushes += 1
-        words = self._words[self._mesh.rank]
-        words[0], words[1] = joined(self._num_fetches, step, refusal is not None), self._is_new
+        mine, words = joined(self._num_fetches, step, refusal is not None), self._words[self._mesh.rank]
+        words[0], words[1] = mine, self._is_new
         self._barrier.wait()
-        if (refusal := self._check(step, refusal)) is not None:
+        differs, is_new = False, False
+        for theirs in self._words:
+            differs |= theirs[0] != mine
+            is_new |= theirs[1] != 0
+        if differs:
+            refusal = self._compare(step, refusal)
+        if refusal is not None:
             self._barrier.wait()  # all have read
-        else:
-            for theirs in self._words:
-                if theirs[1]:
-                    refusal = self._grow()
-                    break
+        elif is_new:
+            refusal = self._grow()
         if refusal is not None:
             self._num_pushes -= 1
         return refusal
@@ -187,9 +185,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
                 exchange.merger.make_room(room, num_sources * (1 + self._mesh.world_size * bool(exchange.copies)))
                 if exchange.replicated is not None:
                     exchange.replicated.make_room(room)
-                for rank in range(self._mesh.world_size):
-                    if rank != self._mesh.rank:
-                        self._meet(rank, index)
+                self._map(index)
         except Exception as error:
             refusal = error
         self._words[self._mesh.rank][2] = joined(0, None, refusal is not None)
@@ -206,23 +202,22 @@ class OneSidedTransport(Transport[HostGroupExchange]):
     def apply(self) -> None:
         """Merges the gradients of all ranks for this one, updates, waits."""
         assert self._pushed is not None
-        routes, updates, _ = self._pushed
+        _, updates, _ = self._pushed
         reach("one_sided.update")
         for index, (exchange, update) in enumerate(zip(self._exchanges, updates, strict=True)):
             if exchange.is_frozen:
                 continue
-            sources = Sources(exchange.merger, exchange.gradient_bytes, exchange.num_segments)
-            for rank in range(self._mesh.world_size):
-                if rank == self._mesh.rank:
-                    for route in routes:
-                        exchange.add_own(sources, route.groups[index], with_copies=bool(exchange.copies))
-                else:
-                    self._add_peer(sources, rank, index)
+            sources, num_received = self._sources(index, exchange)
             if sources.num_entries:
                 sources.merge()
-                exchange.update(sources, update)
-                # All ranks update all copies; one of them counts those rows.
-                exchange.count_merged(sources, None if self._mesh.rank == 0 else exchange.copies.start)
+                exchange.apply(sources.merger, update)
+                exchange.counters.count_tables(
+                    sources.accesses,
+                    sources.merger.merged_offsets,
+                    # All ranks update all copies; one of them counts those rows.
+                    num_segments=None if self._mesh.rank == 0 else exchange.copies.start,
+                    received_bytes=num_received * (4 + exchange.gradient_bytes),
+                )
         self._pushed = None
         self._barrier.wait()
 
@@ -230,11 +225,9 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         """Marks the barrier: waiting ranks stop, and say who failed in which step."""
         self._barrier.fail(step)
 
-    def _check(self, step: Step, refusal: Exception | None) -> Exception | None:
+    def _compare(self, step: Step, refusal: Exception | None) -> Exception | None:
         """Training could go on, but under no other transport, and a loop whose ranks differ is wrong."""
         words = [int(theirs[0]) for theirs in self._words]
-        if words.count(words[0]) == len(words):
-            return refusal
         fetches, digests = parted(words)
         if fetches.count(fetches[0]) != len(fetches):
             self._barrier.wait()  # all have read
@@ -249,36 +242,52 @@ class OneSidedTransport(Transport[HostGroupExchange]):
             refusal = refusal or error
         return after_hearing(self._mesh, words, refusal)
 
-    def _add_peer(self, sources: Sources, rank: int, index: int) -> None:
-        exchange, announced = self._exchanges[index], self._announced[rank][index]
-        for place in range(int(announced[0])):
-            _, requests, copied, _ = self._mapped[rank, index, int(announced[1 + _ENTRY * place])]
-            before = sources.num_entries
-            sources.add(*requests)
-            if exchange.copies:
-                sources.add_copied(*copied, exchange.copies.start, exchange.rank)
-            num_requests = sources.num_entries - before
-            exchange.counters.add_received(num_requests * (4 + exchange.gradient_bytes))
+    def _sources(self, index: int, exchange: HostGroupExchange) -> tuple[Sources, int]:
+        """What all ranks ask of this one in a group, in their order; and how many requests are those of peers."""
+        sources, num_received = Sources(exchange.merger, exchange.gradient_bytes, exchange.num_segments), 0
+        for rank, groups in enumerate(self._announced):
+            announced, before = groups[index], sources.num_entries
+            for place in range(int(announced[0])):
+                _, requests, copied, _ = self._mapped[rank, index, int(announced[1 + _ENTRY * place])]
+                sources.add(*requests)
+                if exchange.copies:
+                    sources.add_copied(*copied, exchange.copies.start, exchange.rank)
+            if rank != exchange.rank:
+                num_received += sources.num_entries - before
+        return sources, num_received
 
-    def _meet(self, rank: int, index: int) -> None:
-        """Maps the send buffers that a peer has announced and made anew."""
-        announced = self._announced[rank][index]
-        for place in range(int(announced[0])):
-            begin = 1 + _ENTRY * place
-            number, generation, *memory = announced[begin : begin + _ENTRY].tolist()
-            mapped = self._mapped.get((rank, index, number))
-            if mapped is None or mapped[0] != generation:
-                mapped = generation, *self._map(rank, self._exchanges[index].num_segments, memory)
-                self._mapped[rank, index, number] = mapped
+    def _map(self, index: int) -> None:
+        """Maps the send buffers of a group that ranks have announced and made anew; those of this rank are here."""
+        assert self._pushed is not None
+        num_segments = self._exchanges[index].num_segments
+        own = {send.number: send for send in (route.groups[index].look_up.send for route in self._pushed[0])}
+        for rank, groups in enumerate(self._announced):
+            announced = groups[index]
+            for place in range(int(announced[0])):
+                begin = 1 + _ENTRY * place
+                number, generation, *memory = announced[begin : begin + _ENTRY].tolist()
+                mapped = self._mapped.get((rank, index, number))
+                if mapped is not None and mapped[0] == generation:
+                    continue
+                if rank == self._mesh.rank:
+                    lists, gradients = own[number].lists, own[number].gradients
+                else:
+                    lists, gradients = self._attach(rank, memory)
+                self._mapped[rank, index, number] = generation, *self._read(num_segments, lists, gradients)
 
-    def _map(
-        self, rank: int, num_segments: int, memory: Sequence[int]
-    ) -> tuple[_Requests, _Copied, list[SharedBuffer]]:
+    def _attach(self, rank: int, memory: Sequence[int]) -> tuple[SharedBuffer, SharedBuffer]:
         """A peer's send buffer, given the descriptors and sizes of its lists and of its gradients."""
-        pid, name, size, own = self._mesh.pids[rank], self._mesh.name(rank), self._mesh.world_size, self._mesh.rank
+        pid, name = self._mesh.pids[rank], self._mesh.name(rank)
         lists = SharedBuffer.attach(pid, memory[0], memory[1], name)
         gradients = SharedBuffer.attach(pid, memory[2], memory[3], name)
         gradients.use_huge_pages()
+        return lists, gradients
+
+    def _read(
+        self, num_segments: int, lists: SharedBuffer, gradients: SharedBuffer
+    ) -> tuple[_Requests, _Copied, list[SharedBuffer]]:
+        """Where a send buffer has what it asks of this rank, and of all."""
+        size, own = self._mesh.world_size, self._mesh.rank
         slots = lists.address + slots_offset(size, num_segments)
         offsets = lists.array(np.int64, size, num_segments + 1)
         accesses = lists.array(np.int64, size, num_segments, offset=offsets.nbytes)

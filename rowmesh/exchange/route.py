@@ -163,7 +163,6 @@ class Route:
         groups: its parts.
         number: of the fetch, the same on all ranks.
         has_gradients: whether its backward has run.
-        thread, num_pushes: which thread pooled it for training, and after how many pushes.
         late: of a route on a device.
         pin: keeps the frames of dynamic tables that the batch was given.
     """
@@ -177,8 +176,7 @@ class Route:
         offsets: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.groups, self.pin, self._give_back = list[AnyRouteGroup](), pin, give_back
-        self.number = self.thread = self.num_pushes = 0
-        self.has_gradients = False
+        self.number, self.has_gradients = 0, False
         self.late: LateIdCheck | None = None
         self.batch = batch if offsets is None else batch.routed(offsets)  # last: it may raise, and `__del__` comes
 
@@ -197,10 +195,6 @@ class Route:
     def note_fetch(self, number: int) -> None:
         """Takes the number of its fetch, the same on all ranks."""
         self.number = number
-
-    def note_pooled(self, thread: int, num_pushes: int) -> None:
-        """Takes which thread pooled it for training, and after how many pushes."""
-        self.thread, self.num_pushes = thread, num_pushes
 
     def note_backward(self) -> None:
         """Notes that its backward has run."""

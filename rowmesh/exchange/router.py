@@ -73,13 +73,6 @@ class Router(Generic[X]):
             DataError: the batch's features are not the tables', or its buffers do not fit together any more.
             IdRangeError: an id is out of range; on a device that is found later.
         """
-        if batch.scores is not None and not self._takes_scores:
-            raise DataError('the batch has scores, and no table evicts by them (eviction = "score"); leave them out')
-        return self._route(batch, exchanges, moment, resolve)
-
-    def _route(
-        self, batch: SparseBatch, exchanges: Sequence[X], moment: Moment | None, resolve: Resolve | None
-    ) -> Route:
         raise NotImplementedError
 
 
@@ -108,9 +101,14 @@ class _Memory:
     """What a route on the host needs beside the look-ups of its groups; lent to it."""
 
     def __init__(self) -> None:
-        self.inverse = Scratch()  # uint32 [N]: which unique id each id is
+        self._inverse = Scratch()
+        self.make_room(0)
         self._offsets = Scratch()  # int64 [F·B + 1]: the batch's, copied
         self._view = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def make_room(self, num_ids: int) -> None:
+        """For an inverse, uint32 `[N]`, which unique id each id is; `inverse` is its address."""
+        self.num_ids, self.inverse = num_ids, self._inverse.reserve(4 * num_ids)
 
     def offsets(self, count: int) -> Tensor:
         """Room for so many."""
@@ -141,9 +139,16 @@ class HostRouter(Router[HostGroupExchange]):
         """Memory of all routes, under way or gone."""
         return sum(held_bytes(memory) for memory in self._made)
 
-    def _route(
-        self, batch: SparseBatch, exchanges: Sequence[HostGroupExchange], moment: Moment | None, resolve: Resolve | None
+    def __call__(
+        self,
+        batch: SparseBatch,
+        exchanges: Sequence[HostGroupExchange],
+        moment: Moment | None = None,
+        resolve: Resolve | None = None,
     ) -> Route:
+        """See `Router.__call__`."""
+        if batch.scores is not None and not self._takes_scores:
+            raise _scores_without_use()
         try:
             memory = self.idle.pop()
         except IndexError:  # asking before would not do: another thread may take the last one
@@ -153,7 +158,9 @@ class HostRouter(Router[HostGroupExchange]):
         route = Route(batch, partial(self.idle.append, memory), offsets=memory.offsets)
         batch = route.batch
         layouts = self._layouts(batch)
-        inverse = memory.inverse.reserve(4 * batch.ids.numel())
+        if batch.ids.numel() > memory.num_ids:
+            memory.make_room(batch.ids.numel())
+        inverse = memory.inverse
         pairs = [*zip(exchanges, layouts, strict=True)]
         dynamic: list[int] = []
         if resolve is not None:
@@ -239,13 +246,16 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         self._ids = DeviceIds([table.num_rows for table in tables], rows, device)
         self._shapes: dict[tuple[int, int, bool], _Shape] = {}
 
-    def _route(
+    def __call__(
         self,
         batch: SparseBatch,
         exchanges: Sequence[DeviceGroupExchange],
-        moment: Moment | None,
-        resolve: Resolve | None,
+        moment: Moment | None = None,
+        resolve: Resolve | None = None,
     ) -> Route:
+        """See `Router.__call__`."""
+        if batch.scores is not None and not self._takes_scores:
+            raise _scores_without_use()
         if batch.features != self._features:
             self._layouts.check(batch)
         batch = batch.routed(self._ids.offsets_room)
@@ -336,3 +346,7 @@ class DeviceRouter(Router[DeviceGroupExchange]):
             for place, layout in zip(places, layouts, strict=False)
         ]
         return _Shape(layouts, segments, offsets, of_groups, bags, self._ids.mark())
+
+
+def _scores_without_use() -> DataError:
+    return DataError('the batch has scores, and no table evicts by them (eviction = "score"); leave them out')

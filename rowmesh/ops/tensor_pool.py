@@ -35,35 +35,30 @@ class TensorPool:
             return sum(buffer.num_bytes for buffer in self._made)
 
     def take(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        """An uninitialised tensor."""
+        """An uninitialised tensor, over an idle buffer of about its size: the last one used first; else a new one."""
         count = 1
         for size in shape:
             count *= size
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
         num_bytes = count * dtype.itemsize
-        buffer = self._find(num_bytes)
+        buffer, unfit = None, list[Buffer]()
+        while buffer is None:
+            try:
+                idle = self._idle.pop()
+            except IndexError:
+                buffer = self._make(num_bytes)
+                break
+            if num_bytes <= idle.num_bytes <= 4 * num_bytes + HUGE_PAGE:
+                buffer = idle
+            else:
+                unfit.append(idle)
+        self._idle.extend(reversed(unfit))
         array = buffer.bytes[:num_bytes]  # a new array object: its end is the end of the loan
         weakref.finalize(array, self._idle.append, buffer).atexit = False
         return (
             torch.frombuffer(array, dtype=dtype).view(shape).data
         )  # no view, which a program could not change in place
-
-    def _find(self, num_bytes: int) -> Buffer:
-        """An idle buffer of about the size, the last one used first; else a new one."""
-        unfit: list[Buffer] = []
-        found = None
-        while found is None:
-            try:
-                buffer = self._idle.pop()
-            except IndexError:
-                break
-            if num_bytes <= buffer.num_bytes <= 4 * num_bytes + HUGE_PAGE:
-                found = buffer
-            else:
-                unfit.append(buffer)
-        self._idle.extend(reversed(unfit))
-        return found or self._make(num_bytes)
 
     def _make(self, num_bytes: int) -> Buffer:
         buffer = Buffer(num_bytes + num_bytes // 8)

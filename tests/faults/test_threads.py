@@ -80,7 +80,7 @@ class Held:
 def test_a_look_up_in_the_middle_of_another_ones_changes_nothing(kind):
     embeddings, held = collection_of(**KINDS[kind]), Held()
     expected = [look_up(embeddings, batch_of(number)) for number in range(2)]
-    with arm(point="route.found_unique", action=held):
+    with arm(point="engine.fetched", action=held):
         first = in_thread(look_up, embeddings, batch_of(0))
         assert held.came.wait(60)
         second = look_up(embeddings, batch_of(1))

@@ -67,12 +67,11 @@ class SendBuffer:
             self.generation += 1
             self._map_lists()
 
-    def reserve_gradients(self, num_bytes: int) -> int:
-        """Room for gradients; returns their address."""
+    def reserve_gradients(self, num_bytes: int) -> None:
+        """Makes room for gradients. Contents are lost where it has to grow."""
         if num_bytes > self.gradients.num_bytes:
             self.gradients = self._allocate(num_bytes + num_bytes // 4)
             self.generation += 1
-        return self.gradients.address
 
     @property
     def num_bytes(self) -> int:
@@ -123,16 +122,55 @@ class HostLookUp:
         ends = itertools.accumulate(parts, initial=self._memory.address)
         self.counts, self.uniques, self.addresses, self.pointers, self.cells, self._cursors, _ = ends
 
-    def take(self, inverse: int, num_unique: int, batch_ids: int) -> None:
-        """Takes what was found in a batch of so many ids."""
-        self.inverse, self.num_unique, self._batch_ids, self.is_filed = inverse, num_unique, batch_ids, False
-        self.bounds = [*self.send.segment_offsets[:, 0].tolist(), num_unique]
+    def place(self, unique: UniqueIds, inverse: int, num_ids: int) -> bool:
+        """Finds where each unique id is asked for; false, and given back, where an id is not a row of its table.
+
+        Args:
+            unique: of `HostLookUps.find_unique`, which are given back; they may have become rows meanwhile.
+            inverse: address of uint32 `[N]`, as there.
+            num_ids: N, of the batch.
+        """
+        of, send = self._of, self.send
+        try:
+            found = int(unique.offsets[-1])
+            if found > send.num_slots:
+                send.reserve_lists(found)
+            received = self.received.reserve(found * of.row_bytes) if of.has_remote else 0
+            refused = route(
+                of.header_address,
+                unique.ids,
+                unique.offsets_address,
+                self.counts,
+                unique.stops,
+                unique.keys,
+                received,
+                send.slots_address,
+                self.uniques,
+                send.lists.address,
+                send.accesses_address,
+                self.reply_address,
+                self.addresses,
+            )
+        except BaseException:  # peers know this send buffer: it must not be lost
+            of.give_back(self)
+            raise
+        finally:
+            of.idle_uniques.append(unique)
+        if refused >= 0:
+            of.give_back(self)
+            return False
+        self.inverse, self.num_unique, self._batch_ids, self.is_filed = inverse, found, num_ids, False
+        self.bounds = [*send.segment_offsets[:, 0].tolist(), found]
         self.reply_bounds = self.reply_offsets.tolist()
+        return True
 
     def take_nothing(self) -> None:
         """Asks for no row."""
         self.send.segment_offsets[:] = self.send.accesses[:] = self.reply_offsets[:] = 0
-        self.take(0, 0, 0)
+        self.inverse = self.num_unique = self._batch_ids = 0
+        self.is_filed = False
+        self.bounds = [0] * (self._of.world_size + 1)
+        self.reply_bounds = self.reply_offsets.tolist()
 
     def compress(self, layout: GroupLayout) -> None:
         """Files the output cells of every row, for the backward; may run while rows travel."""
@@ -238,6 +276,11 @@ class HostLookUp:
             uniques=self.uniques,
         )
 
+    def give_back(self) -> None:
+        """Drops sums that wait, when its route is gone, and may be taken again."""
+        self.waiting = None
+        self._of.idle.append(self)
+
     def _take_waiting(self) -> tuple[Tensor, int]:
         assert self.waiting is not None
         left, weights = self.waiting
@@ -247,7 +290,9 @@ class HostLookUp:
 
     def _sum(self, grad: Tensor, weights: int) -> None:
         send, of = self.send, self._of
-        into = send.reserve_gradients(self.num_unique * of.gradient_bytes)
+        num_bytes = self.num_unique * of.gradient_bytes
+        if num_bytes > send.gradients.num_bytes:
+            send.reserve_gradients(num_bytes)
         of.kernels.backward(
             grad.data_ptr(),
             self.pointers,
@@ -257,7 +302,7 @@ class HostLookUp:
             send.lists.address,
             of.num_segments,
             of.world_size,
-            into,
+            send.gradients.address,
         )
 
     def keep_rows(self) -> Tensor:
@@ -342,6 +387,9 @@ class HostLookUps:
         kernels: of pooling.
         weighing: of the gradients of weights.
         idle: look-ups that no route has, to be taken before one more is made.
+        idle_uniques: unique ids that no look-up has.
+        give_back: takes a look-up whose route is gone.
+        header_address: of the header.
     """
 
     def __init__(
@@ -365,41 +413,50 @@ class HostLookUps:
         self._num_rows, self._allocate = num_rows, allocate
         self._keep = tables, header
         self._tables_address: int = tables.ctypes.data
-        self._header_address: int = header.ctypes.data
-        self._idle_uniques: list[UniqueIds] = []
+        self.header_address: int = header.ctypes.data
+        self.idle_uniques: list[UniqueIds] = []
+        # A rank alone may have left sums to the update.
+        self.give_back: Callable[[HostLookUp], None] = self.idle.append if self.has_remote else HostLookUp.give_back
         self._uniques: list[UniqueIds] = []
 
     def read_in_place(self) -> None:
         """All rows can be read where they are from now on."""
         self.has_remote = False
 
-    def make(self) -> HostLookUp:
-        """A new look-up for a route, which gives it back when it is gone."""
+    def take_nothing(self) -> HostLookUp:
+        """A look-up that asks for no row."""
+        try:
+            look_up = self.idle.pop()
+        except IndexError:  # as in `find_unique`
+            look_up = self._make()
+        look_up.take_nothing()
+        return look_up
+
+    def _make(self) -> HostLookUp:
         made = HostLookUp(self, SendBuffer(self._allocate, self.world_size, self.num_segments))
         self._made.append(made)
         return made
 
-    def find(self, look_up: HostLookUp, ids: Tensor, layout: GroupLayout, inverse: int) -> bool:
-        """Finds the unique ids of a batch and where each is asked for; false where an id is not a row of its table.
+    def find_unique(self, ids: Tensor, layout: GroupLayout, inverse: int) -> tuple[HostLookUp, UniqueIds]:
+        """Finds the unique ids of a batch; they and the look-up that takes them go to `HostLookUp.place`, or to `drop`.
 
         Args:
-            look_up: takes what is found.
             ids: int64 `[N]`, of the batch.
             layout: where those of the group's features are.
             inverse: address of uint32 `[N]`: where the inverse goes.
         """
-        return self.place(look_up, self.find_unique(look_up, ids, layout, inverse), inverse, ids.numel())
-
-    def find_unique(self, look_up: HostLookUp, ids: Tensor, layout: GroupLayout, inverse: int) -> UniqueIds:
-        """The first half of `find`: what is returned goes to `place`, or back by `drop_unique`."""
-        if layout.num_ids > look_up.num_ids:
-            look_up.make_room(layout.num_ids)
         try:
-            unique = self._idle_uniques.pop()
-        except IndexError:
+            unique = self.idle_uniques.pop()
+        except IndexError:  # asking before would not do: another thread may take the last one
             unique = UniqueIds(self._num_rows)
             self._uniques.append(unique)
         try:
+            look_up = self.idle.pop()
+        except IndexError:
+            look_up = self._make()
+        try:
+            if layout.num_ids > look_up.num_ids:
+                look_up.make_room(layout.num_ids)
             if layout.num_ids > unique.num_ids:
                 unique.make_room(layout.num_ids)
             unique.hash(
@@ -413,46 +470,15 @@ class HostLookUps:
                 inverse,
                 unique.offsets_address,
             )
-        except BaseException:
-            self.drop_unique(unique)
+        except BaseException:  # peers know this send buffer: it must not be lost
+            self.drop(look_up, unique)
             raise
-        return unique
+        return look_up, unique
 
-    def place(self, look_up: HostLookUp, unique: UniqueIds, inverse: int, num_ids: int) -> bool:
-        """The second half of `find`, for a batch of so many ids; unique ids may have become rows meanwhile."""
-        try:
-            found, send = int(unique.offsets[-1]), look_up.send
-            if found > send.num_slots:
-                send.reserve_lists(found)
-            received = look_up.received.reserve(found * self.row_bytes) if self.has_remote else 0
-            refused = route(
-                self._header_address,
-                unique.ids,
-                unique.offsets_address,
-                look_up.counts,
-                unique.stops,
-                unique.keys,
-                received,
-                send.slots_address,
-                look_up.uniques,
-                send.lists.address,
-                send.accesses_address,
-                look_up.reply_address,
-                look_up.addresses,
-            )
-        finally:
-            self.drop_unique(unique)
-        look_up.take(inverse, found, num_ids)
-        return refused < 0
-
-    def drop_unique(self, unique: UniqueIds) -> None:
+    def drop(self, look_up: HostLookUp, unique: UniqueIds) -> None:
         """What `find_unique` returned is of no use any more."""
-        self._idle_uniques.append(unique)
-
-    def give_back(self, look_up: HostLookUp) -> None:
-        """The route of a look-up is gone."""
-        look_up.waiting = None
-        self.idle.append(look_up)
+        self.idle_uniques.append(unique)
+        self.give_back(look_up)
 
     @property
     def num_lent(self) -> int:
