@@ -139,7 +139,7 @@ class Pipeline(Generic[T]):
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
         self._make_windows = partial(self._engine.windows, exchange, finds_final=finds_final, verifies=verify)
         self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        agreements = self._engine.agreement("standings", 1), self._engine.agreement("answers", 2)
+        agreements = self._engine.agreement("statuses", 1), self._engine.agreement("answers", 2)
         self._ends = Ends(embeddings.mesh, *agreements, is_divided=self._engine.is_divided)
         is_tiered = any(windows.is_tiered for windows in self._windows)
         is_on_device = any(windows.is_on_device for windows in self._windows)

@@ -94,7 +94,7 @@ class Stages(Generic[T]):
         batch = self.batch(task.batch)
         return None if batch is None else batch.window
 
-    def _standing(self, task: Task) -> int:
+    def _status(self, task: Task) -> int:
         return self._ends.status(task.batch, has_batch=self._window(task) is not None)
 
     @property
@@ -181,7 +181,7 @@ class Stages(Generic[T]):
             return
         for windows in self._windows:
             if windows.is_split:
-                states = windows.open(self._window(task), self._standing(task))
+                states = windows.open(self._window(task), self._status(task))
                 if not self._ends.compare(task.batch, states) and not self._ends.is_divided:
                     return
 
@@ -201,7 +201,7 @@ class Stages(Generic[T]):
 
     def rows(self, task: Task) -> None:
         if task.part == 0 and self._asks_late and not self._ends.is_known(task.batch):
-            self._ends.ask(task.batch, self._standing(task))
+            self._ends.ask(task.batch, self._status(task))
         if window := self._window(task):
             for windows in self._windows:
                 windows.fetch(window, task.part)
