@@ -86,13 +86,9 @@ class CollectiveTransport(Transport[HostGroupExchange]):
             message.wait()
 
     def _exchange_counts(self, groups: Sequence[HostRouteGroup]) -> None:
-        out, column = self._handshake.numbers, 1
-        for group in groups:
-            segments, send = group.exchange.num_segments, group.look_up.send
-            out[:, column : column + segments + 1] = send.segment_offsets
-            out[:, column + segments + 1 : column + 2 * segments + 1] = send.accesses
-            column += 2 * segments + 1
-        counts, column = self._handshake(self._num_fetches), 1
+        sends = [group.look_up.send for group in groups]
+        mine = [numbers for send in sends for numbers in (send.segment_offsets, send.accesses)]
+        counts, column = self._handshake(self._num_fetches, None, mine), 1
         for messages, group in zip(self._groups, groups, strict=True):
             segments = group.exchange.num_segments
             split = column + segments + 1
@@ -128,12 +124,10 @@ class CollectiveTransport(Transport[HostGroupExchange]):
         self, step: Step, refusal: Exception | None, pushed: Sequence[int] = (0, 0)
     ) -> tuple[Exception | None, list[list[int]]]:
         """Exchanges the handshake; returns why the step is not taken, and what each rank has given for `pushed`."""
-        numbers, copied = self._handshake.numbers, self._copied
-        numbers[:, 1:3] = pushed
-        for column, messages in enumerate(copied, start=3):
-            numbers[:, column] = 0 if refusal is not None else messages.num_copied
+        copied, refuses = self._copied, refusal is not None
+        mine = np.array([[*pushed, *(0 if refuses else messages.num_copied for messages in copied)]])
         try:
-            rows = self._handshake(-self._num_pushes, step, refuses=refusal is not None)
+            rows = self._handshake(-self._num_pushes, step, [mine], refuses=refuses)
         except ConfigurationError as error:
             return refusal or error, []
         for column, messages in enumerate(copied, start=3):

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,8 +168,7 @@ class CoreShardGroup:
         self._num_fetches += 1
         unique = [group.look_up.unique.num_unique for group in route.groups]
         refused, *numbers = torch.cat([route.late.refused, route.late.outside, *unique]).tolist()
-        self._handshake.numbers[:, 1] = refused
-        everyone = self._handshake(self._num_fetches)[:, 1].tolist()
+        everyone = self._handshake(self._num_fetches, None, [np.array([[refused]])])[:, 1].tolist()
         check_everywhere(route, self.mesh, numbers[: len(route.late.outside)], everyone)
         for group, count in zip(route.groups, numbers[len(route.late.outside) :], strict=True):
             count_unique(group, [count])

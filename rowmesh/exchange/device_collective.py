@@ -189,10 +189,8 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         """
         self._num_pushes += 1
         mine = [len(routes), hash(tuple(route.number for route in routes))]
-        self._handshake.numbers[:, 1:3] = mine
-        if len(routes) == 1:
-            self._handshake.numbers[:, 3:] = self._num_copies(self._merged(requests))
-        rows = self._handshake(-self._num_pushes, step, refuses=refusal is not None)
+        copies = self._num_copies(self._merged(requests)) if len(routes) == 1 else []
+        rows = self._handshake(-self._num_pushes, step, [np.array([[*mine, *copies]])], refuses=refusal is not None)
         if (refusal := after_hearing(self._mesh, rows[:, 0].tolist(), refusal)) is not None:
             return 0, False, refusal
         self._take_counts(rows[:, 3:])

@@ -9,7 +9,7 @@ each other the rates.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, zip_longest
 from struct import pack
 from typing import NamedTuple
@@ -177,40 +177,39 @@ class Handshake:
         channel: between them.
         width: numbers in a row.
         common: counts the messages.
-
-    Attributes:
-        numbers: int64 `[W, width]`, to be sent; the first column is filled in.
     """
 
     def __init__(self, mesh: Mesh, channel: Channel, width: int, common: CommonCounters) -> None:
         self._mesh, self._channel, self._common = mesh, channel, common
         self._out = torch.zeros(mesh.world_size, width, dtype=torch.int64, device="cpu")
-        self.numbers = self._out.numpy()
+        self._numbers = self._out.numpy()
 
     @property
     def num_bytes(self) -> int:
-        """Of what is sent."""
+        """Memory of the message."""
         return self._out.nbytes
 
     def __call__(
-        self, operation: int, step: Step | None = None, numbers: Sequence[np.ndarray] = (), *, refuses: bool = False
+        self, operation: int, step: Step | None = None, numbers: Iterable[np.ndarray] = (), *, refuses: bool = False
     ) -> np.ndarray:
         """Exchanges the rows: one from every rank. Collective and blocking.
 
         Args:
             operation: what this rank does.
             step: of a push.
-            numbers: of the caller, int64 `[W, …]`, side by side; the columns behind them stay as they were sent last.
+            numbers: of the caller, int64 `[W, …]`, or `[1, …]` for all ranks alike, side by side; columns behind them
+                stay as they were sent last.
             refuses: whether this rank cannot do it; which ranks cannot, `refusing` finds in the first column.
 
         Raises:
             ConfigurationError: ranks have different learning rates.
             PeerError: a rank does something else; all ranks raise here, so none is left waiting.
         """
-        self.numbers[:, 0], begin = joined(operation, step, refuses), 1
+        self._numbers[:, 0], begin = joined(operation, step, refuses), 1
         for columns in numbers:
-            self.numbers[:, begin : begin + columns.shape[1]] = columns
-            begin += columns.shape[1]
+            end = begin + columns.shape[1]
+            self._numbers[:, begin:end] = columns
+            begin = end
         rows = self._channel.exchange_equal(self._out, self._common, "exchanging counts").numpy()
         rule = "every rank must call forward and step equally often and in the same order"
         check_operations(self._mesh, rows[:, 0].tolist(), operation, step, describe, rule)
