@@ -49,7 +49,6 @@ PHASES = [
     (Barrier, "wait", "barrier"),
     (Sources, "merge", "merge"),
     (HostGroupExchange, "apply", "update"),
-    (OneSidedTransport, "push", "push"),
     (CollectiveTransport, "_exchange_counts", "counts"),
     (CollectiveGroup, "post_keys", "keys"),
     (CollectiveGroup, "_reply", "gather rows"),

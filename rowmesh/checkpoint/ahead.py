@@ -23,7 +23,7 @@ class ReadableAhead(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def read_ahead(self, buffer: Tensor, release: Callable[[Tensor], None]) -> bool:
-        """CopyBuffers the rows to a buffer, and calls `release` with it when they are not needed any more.
+        """Copies the rows to a buffer, and calls `release` with it when they are not needed any more.
 
         Returns:
             False where they are read already; the buffer is not used then.

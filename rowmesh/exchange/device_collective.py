@@ -70,6 +70,8 @@ class DeviceCollective(Transport[DeviceGroupExchange]):
         """See `Transport.windows`."""
         if any(group.exchange.is_tiered for group in self._groups):
             return Windows(tables, options, "owners prefetch tiered rows when they are asked for them")
+        if any("node" in group.exchange.lane_kinds for group in self._groups):
+            return Windows(tables, options, "the plan relays rows, from host to host")
         groups = [OnDevice(group.exchange, group.lanes, self.channel, options.form) for group in self._groups]
         return DeviceMicroBatchWindows(
             tables,

@@ -111,7 +111,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         self._keep.extend(mapped)
 
     def fetch(self, route: Routed, meanwhile: Meanwhile) -> None:
-        """Nothing to do: routing has put the addresses of the rows in place."""
+        """Counts rows that are read in place; routing has their addresses."""
         self._num_fetches += 1
         for group in route.groups:
             replies, rank = group.look_up.reply_bounds, self._mesh.rank

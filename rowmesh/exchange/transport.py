@@ -1,8 +1,8 @@
 """Transport: the contract between routing and the wires, and the transport of one rank.
 
-    fetch(route)      afterwards the rows of every unique id of every group can be read
+    fetch             afterwards the rows of every unique id of every group can be read
     a push            owners merge the gradients of all ranks and update their rows
-    windows(options)  the same by micro-batch, for a pipeline (`rowmesh.exchange.windows`)
+    windows           of a pipeline, which travel whole or by micro-batch (`rowmesh.exchange.windows`)
 
 [Note: a step is taken by all ranks or by none]
 A push has three parts, each of which a step does for all its groups of tables before the next one begins:

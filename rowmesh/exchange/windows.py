@@ -1,6 +1,6 @@
 """Windows: how the windows of a pipeline travel, for the tables of one shard group; a transport makes them.
 
-    open → early → fetch, one by one → push, one by one → collect → apply
+    open → pin → early → fetch, one by one → push, one by one → collect → apply
 
     open     ranks learn which rows are asked for, and by which micro-batches
     pin      tiered rows are put into fast memory, and stay there

@@ -1,12 +1,14 @@
-"""Compiling: which ranks of a run compile kernels, which takes long and always ends."""
+"""Compiling: which ranks of a run compile kernels, which takes long and ends."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from numba.core.event import Event, Listener, register, unregister
 
 from rowmesh.mesh.liveness import LivenessCheck
+from rowmesh.mesh.processes import RankProcesses
 
 _KIND = "numba:compiler_lock"  # held from looking for a kernel on disk until it is loaded, or compiled and written
 
@@ -18,6 +20,7 @@ class CompilingRanks(Listener):
         rank: this one.
         world_size: of the run.
         group: of the run; None where there is one rank.
+        processes: of all ranks: a rank whose process is gone or stopped finishes no kernel.
 
     Example:
         >>> compiling = CompilingRanks()
@@ -27,22 +30,31 @@ class CompilingRanks(Listener):
         >>> compiling.end()
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
-        self._world_size, self._is_begun = world_size, False
-        self._check = LivenessCheck(rank, range(world_size), group, "compiling")
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        group: Any = None,
+        processes: RankProcesses | None = None,
+    ) -> None:
+        self._ranks, self._processes, self._is_begun = range(world_size), processes, False
+        self._check = LivenessCheck(rank, self._ranks, group, "compiling")
+        self._num_told = 0  # threads that compile, as others were told
+        self._telling = threading.Lock()
 
     def begin(self) -> None:
-        """Begins to tell."""
+        """Starts telling."""
         self._is_begun = True
         register(_KIND, self)
 
     def end(self) -> None:
-        """Ends it. May be called again."""
+        """Stops telling. May be called again."""
         if self._is_begun:
             self._is_begun = False
             unregister(_KIND, self)
-            while self._check.is_here:
-                self._check.withdraw()
+            with self._telling:
+                while self._num_told:
+                    self._withdraw()
 
     @property
     def is_here(self) -> bool:
@@ -51,13 +63,27 @@ class CompilingRanks(Listener):
 
     @property
     def is_anywhere(self) -> bool:
-        """Whether a thread of any rank does; where several ranks are asked, it takes a message to the store."""
-        return self.is_here or len(self._check.absent() or range(self._world_size)) < self._world_size
+        """Whether a thread of any rank compiles; asks the store for each rank where there are several."""
+        if self.is_here:
+            return True
+        absent = self._check.absent()
+        found = set() if absent is None else set(self._ranks).difference(absent)
+        if found and self._processes is not None:
+            found.difference_update(self._processes.seen("gone"), self._processes.seen("stopped"))
+        return bool(found)
 
     def on_start(self, event: Event) -> None:
         """A thread is about to compile; overrides numba's."""
-        self._check.answer()
+        with self._telling:
+            self._num_told += 1
+            self._check.answer()
 
     def on_end(self, event: Event) -> None:
-        """It has; overrides numba's."""
+        """A thread has compiled; overrides numba's."""
+        with self._telling:
+            if self._num_told:  # else it began before `begin`
+                self._withdraw()
+
+    def _withdraw(self) -> None:
+        self._num_told -= 1
         self._check.withdraw()

@@ -321,7 +321,7 @@ class Mesh:
     def compiling(self) -> CompilingRanks:
         """Which ranks of the run compile kernels; a new value each time."""
         run = self.run
-        return CompilingRanks(run.rank, run.world_size, run.group)
+        return CompilingRanks(run.rank, run.world_size, run.group, self.processes)
 
     @property
     def processes(self) -> RankProcesses:

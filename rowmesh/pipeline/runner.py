@@ -190,7 +190,7 @@ class Runner:
         """Starts no task whose result is not needed, and waits for a task of this turn; returns whether it is done."""
         with self._changed:
             self._is_closing = True
-            self._wait_for(lambda: self.cancelled.is_set() or task in self._done, _CLOSE_S)
+            self._wait_for(lambda: self.cancelled.is_set() or self._error is not None or task in self._done, _CLOSE_S)
             return task in self._done and not self.cancelled.is_set()
 
     def close(self, when_silent: Callable[[], None] | None = None) -> RowmeshError | None:
@@ -199,7 +199,7 @@ class Runner:
         Ranks that are closed at the same place have sent the same messages.
 
         Args:
-            when_silent: is called once no thread of this sends any more: before this returns, or, where one is busy
+            when_silent: is called once no thread of this runner sends any more: before this returns, or, where one is busy
                 for longer, by that thread at its end.
 
         Returns:
@@ -373,8 +373,16 @@ class Runner:
         while not condition() and limit_s > 0.0:
             began_s = time.monotonic()
             self._changed.wait(min(limit_s, _LOOK_S))
-            if limit_s < math.inf and not self._compiling.is_anywhere:
+            if limit_s < math.inf and not self._is_compiled():
                 limit_s -= time.monotonic() - began_s
+
+    def _is_compiled(self) -> bool:
+        """Whether some rank compiles kernels. Ends of tasks are noted meanwhile: this may ask other processes."""
+        self._changed.release()
+        try:
+            return self._compiling.is_anywhere
+        finally:
+            self._changed.acquire()
 
     def _raise(self) -> None:
         if self._error is not None:

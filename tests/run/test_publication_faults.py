@@ -176,7 +176,7 @@ class Remembered:
         pass
 
 
-WRITTEN = ["open_target", *(call for call in CALLS if call not in ("manifest", "numbers", "remove"))]
+WRITTEN = ["open_target", *(call for call in CALLS if call not in ("manifest", "numbers", "remove", "network_place"))]
 """What a version cannot be published without; the others are asked for old ones, which may stay."""
 
 
