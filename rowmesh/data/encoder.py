@@ -29,11 +29,11 @@ from rowmesh.data.vocabulary import Vocabulary
 from rowmesh.errors import DataError
 
 VALUES = Path("the values")
-"""What errors call a table in memory."""
+"""The path that errors name for a table in memory."""
 
 
 class EncodedData(Protocol):
-    """What an encoder needs to know of the data of the training: `Prepared`, or `RawData`."""
+    """The training data as an encoder reads them: `Prepared`, or `RawData`."""
 
     @property
     def schema(self) -> Schema: ...

@@ -145,7 +145,7 @@ class KnownForms:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """What is known of each feature."""
+        """The form of each categorical feature, as far as it is known."""
         return tuple(
             (None if is_list is None else bool(is_list[1]), None if kind is None else str(kind[1]))
             for is_list, kind in self._known

@@ -68,7 +68,7 @@ _MISSING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedConfig:
-    """What a planted model looks like.
+    """The parameters of a planted model.
 
     Attributes:
         seed: of everything.
@@ -143,7 +143,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class _Features:
-    """What the logit is a function of: popularities in place of ids."""
+    """The inputs of the logit, with popularity ranks in place of ids."""
 
     dense: NDArray[np.int64]
     ranks: tuple[NDArray[np.int64], ...]
@@ -165,7 +165,7 @@ class PlantedModel:
         rows = config.table_rows
         low, high = config.exponents
         self.exponents = low + (high - low) * self._rng(0).random(len(rows))
-        # One effect a popular id; then 0 for the tail and one for missing, which index −1 finds.
+        # An effect for each popular id, then 0 for the tail, then an effect for missing ids, which index −1 finds.
         self._effects = [self._table_effects(table) for table in range(len(rows))]
         self._dense_weights = self._rng(1).standard_normal(NUM_DENSE)
         self._dense_shape = self._rng(2).uniform([[0.5], [0.5]], [[3.0], [1.5]], (2, NUM_DENSE))

@@ -240,7 +240,7 @@ def _save_rankings(folder: Path, rankings: Sequence[Ranking], vocabularies: Sequ
 
 @dataclass
 class _Tally:
-    """What is counted while a split is written."""
+    """The counts and sums of a split while it is written."""
 
     schema: Schema
     samples: int = 0

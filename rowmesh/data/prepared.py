@@ -26,14 +26,14 @@ from rowmesh.errors import DataError
 
 METADATA = "metadata.json"
 PREPARED = "prepared data"
-"""What the manifest of a prepared folder says that it is."""
+"""The kind of folder that the manifest of prepared data names."""
 
 BLOCK_SAMPLES = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One categorical feature after preparation.
+    """A categorical feature after preparation.
 
     Attributes:
         name: the feature.
@@ -57,10 +57,10 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One split.
+    """A split of prepared data.
 
     Attributes:
-        samples: how many.
+        samples: their number.
         positive_rate: the share of label 1; None where the (first) label is not of 0 and 1.
         label_means: label → its mean, by sample weights where there are any.
         optimum: scores of the true probabilities where they are known: "auc", "log_loss".

@@ -27,7 +27,7 @@ class Counted(Protocol):
         ...
 
     def counts(self, name: str) -> NDArray[np.int64]:
-        """Of each row of a table."""
+        """The count of each row of a table."""
         ...
 
     def unordered_rows(self, name: str) -> range:

@@ -15,7 +15,7 @@ MAX_ROW_CHARACTERS = 10_000
 
 
 class BadRows(Protocol):
-    """What readers tell of rows that cannot be used."""
+    """A receiver of the rows that readers cannot use."""
 
     def add(self, file: Path, line: int, reason: str, row: bytes | str) -> None:
         """Takes one bad row, or raises DataError."""

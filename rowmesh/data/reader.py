@@ -87,7 +87,7 @@ def dense_dtype(schema: Schema) -> np.dtype[np.floating]:
 
 
 def transform_dense(values: NDArray[np.float64], transform: str) -> NDArray[np.float32]:
-    """log(1 + max(x, 0)) for "log1p", else the value itself. What is not finite is for the caller to refuse.
+    """log(1 + max(x, 0)) for "log1p", else the value itself. The caller refuses values that are not finite.
 
     >>> transform_dense(np.array([-2.0, 0.0, np.e - 1]), "log1p").tolist()
     [0.0, 0.0, 1.0]

@@ -28,7 +28,7 @@ def preparation_request(
     optimum: Mapping[str, Mapping[str, float]] | None = None,
     block_samples: int = BLOCK_SAMPLES,
 ) -> dict[str, Any]:
-    """What the output of `prepare` depends on; the arguments are those of `prepare`."""
+    """The inputs that the output of `prepare` depends on; the arguments are those of `prepare`."""
     return {
         "format_version": FORMAT_VERSION,
         "files": {split: [stamp(path) for path in paths] for split, paths in files.items()},
@@ -42,7 +42,7 @@ def preparation_request(
 
 
 def drawing_request(samples: Mapping[str, int], config: PlantedConfig, file_format: str) -> dict[str, Any]:
-    """What the output of `synthesize` depends on; the arguments are those of `synthesize`."""
+    """The inputs that the output of `synthesize` depends on; the arguments are those of `synthesize`."""
     return {
         "generator_version": GENERATOR_VERSION,
         "samples": dict(samples),

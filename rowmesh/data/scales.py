@@ -69,7 +69,7 @@ class _Moments:
 
     @staticmethod
     def of(columns: NDArray[np.float64]) -> _Moments:
-        """Of columns `[K, n]`, in which NaN is left out."""
+        """The moments of columns `[K, n]`, without NaN."""
         known = ~np.isnan(columns)
         count = known.sum(axis=1).astype(np.float64)
         mean = np.where(known, columns, 0).sum(axis=1) / np.maximum(count, 1)
@@ -90,7 +90,7 @@ class _Moments:
 
     @property
     def std(self) -> NDArray[np.float64]:
-        """Of all rows, 0 where there are none."""
+        """The standard deviation over all rows, 0 where there are none."""
         return np.sqrt(self.squares / np.maximum(self.count, 1))
 
     @property
@@ -102,7 +102,7 @@ class _Moments:
 
 @dataclass
 class DenseStatistics:
-    """What the scales of some columns follow from: moments of training rows, and missing values of every split.
+    """The statistics that scales of columns follow from: moments of training rows, missing values of every split.
 
     Args:
         names: of the columns.
@@ -142,7 +142,7 @@ class DenseStatistics:
             self._logged.add(_Moments.of(_log_distance(np.maximum(wide, 0), np.maximum(first, 0))))
 
     def scales(self) -> tuple[DenseScale, ...]:
-        """One a column."""
+        """The scale of each column."""
         raw, logged = self._plain.skewness, self._logged.skewness
         logs = (self._least >= 0) & (raw > SKEWED) & (np.abs(logged) <= raw / 2)
         first = np.nan_to_num(self._first)

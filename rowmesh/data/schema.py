@@ -23,7 +23,7 @@ LabelKind = Literal["binary", "value"]
 
 
 class Label(BaseModel):
-    """One label: what a model predicts.
+    """A label, which a model predicts.
 
     Attributes:
         name: its column.
@@ -38,7 +38,7 @@ class Label(BaseModel):
 
 
 class Categorical(BaseModel):
-    """One categorical feature.
+    """A categorical feature.
 
     Attributes:
         name: the feature's name in the prepared data.
@@ -217,12 +217,12 @@ class Schema(BaseModel):
 
     @property
     def target_columns(self) -> tuple[str, ...]:
-        """What is read of labels and weight; it stands before the features in prepared data."""
+        """The columns of labels and weight that are read; they stand before the features in prepared data."""
         return self._targets if self.is_labelled else ()
 
     @property
     def rule_columns(self) -> tuple[str, ...]:
-        """Those of the time and the score, which only rules of dynamic tables want, where they are read."""
+        """The columns of time and score that are read; only rules of dynamic tables use them."""
         return tuple(name for name in (self.time, self.score) if name is not None and self.is_labelled)
 
     @property
@@ -315,7 +315,7 @@ class Schema(BaseModel):
 
 
 class ScoringSchema(Schema):
-    """What is read of rows that get scores: no label, and columns to copy beside the scores; see `for_scoring`.
+    """The schema of rows that get scores: no label, and columns to copy beside the scores; see `for_scoring`.
 
     Attributes:
         keep: the columns to copy.

@@ -26,7 +26,7 @@ from rowmesh.errors import ConfigurationError
 CHUNK_SAMPLES = 65_536
 SHARD_CHUNKS = 64
 DRAWN = "drawn data"
-"""What the manifest of a drawn folder says that it is."""
+"""The kind of folder that the manifest of drawn data names."""
 
 Optimum = dict[str, dict[str, float]]
 _NUM_BINS = 1 << 20

@@ -1,6 +1,6 @@
 """Text files (CSV, TSV; compressed or not) as a stream of tables whose rows know their line numbers.
 
-One row is one line: a quoted value may hold the delimiter but no line break.
+A row is a line: a quoted value may hold the delimiter but no line break.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class BlockParser:
             return None
 
     def _why(self, line: bytes) -> str:
-        """What is wrong with a line that does not parse."""
+        """The reason why a line does not parse."""
         text = line.rstrip(b"\r\n").decode("latin-1")  # a character for each byte
         try:
             num_columns = len(next(_csv_rows(text, self.schema, strict=True), ()))

@@ -91,7 +91,7 @@ def _within_years(column: pa.Array) -> pa.Array:
 
 
 def _of_text(values: pa.Array, time_format: str, number: TimeNumber) -> pa.Array:
-    """Of distinct values: those of fixed width at once, the others one by one."""
+    """The numbers of distinct texts: texts of fixed width are parsed all at once, the others one by one."""
     found = number.of_column(_of_fixed_width(values, time_format))
     numbers = found.fill_null(0).to_numpy().copy()
     is_known = found.is_valid().to_numpy(zero_copy_only=False).copy()
@@ -126,7 +126,7 @@ def _parsed(value: bytes, time_format: str) -> datetime.datetime | None:
 
 # [Note: times of fixed width] strptime takes 5 µs and more for each time, and a log has about as many distinct times as
 # rows. Where a format is made of year, month, day and perhaps hour, minute and second, and a text has all their digits,
-# each has one place: numpy computes all of them. What is not so, or is no time then, is left to strptime.
+# each has one place: numpy computes all of them. Other texts, and those whose digits are no time, go to strptime.
 
 
 @cache

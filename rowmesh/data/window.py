@@ -65,8 +65,8 @@ def window_of(batches: Sequence[pa.RecordBatch], schema: Schema, multi_hot: Sequ
 class SplitFile:
     """The Arrow file of one split, mapped, and verified as it is read.
 
-    What is handed out has been checked: the columns, how many rows a record batch has, the bounds of lists, and that
-    ids are rows of their tables. So nothing that follows can read or write where it must not.
+    Record batches are checked before they are handed out: their columns, their numbers of rows, the bounds of lists,
+    and that ids are rows of their tables. So the code that follows cannot read or write out of bounds.
 
     Args:
         prepared: the data set.
@@ -93,7 +93,7 @@ class SplitFile:
         self._source.copies = False
         self._check_file(arrow_schema(prepared.schema, [table.multi_hot for table in prepared.tables]))
         self._checked = np.full(self.num_blocks, -1, np.int32)
-        """Of which generation of the file each record batch was checked."""
+        """The generation of the file in which each record batch was checked; −1 before the first check."""
 
     def window(self, blocks: Sequence[int] | NDArray[np.integer]) -> Window:
         """Copies some blocks into memory, one sequential read for each; of them only the samples of the span."""
@@ -102,7 +102,7 @@ class SplitFile:
         return window_of(batches, self._schema, [table.multi_hot for table in self._tables])
 
     def block(self, number: int) -> pa.RecordBatch:
-        """One record batch, in the map, checked.
+        """A record batch of the mapped file, checked.
 
         Raises:
             DataError: the record batch is not what preparation writes; names the feature.

@@ -59,7 +59,7 @@ class SplitWriter:
 
     @property
     def checksums(self) -> Checksums:
-        """Of the file, once it is closed."""
+        """The checksums of the file, once it is closed."""
         return self._file.checksums()
 
     def abandon(self) -> None:

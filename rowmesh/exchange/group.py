@@ -31,7 +31,7 @@ def never() -> bool:
 
 
 class GroupExchange:
-    """One group of tables on one rank: a `HostGroupExchange` or a `DeviceGroupExchange`.
+    """A group of tables on one rank: a `HostGroupExchange` or a `DeviceGroupExchange`.
 
     Args:
         group: the tables.

@@ -31,7 +31,7 @@ _BITS = 32  # of a digest; what stands before it is one that says whether a rank
 
 
 class Step(NamedTuple):
-    """One update of all groups of a collection; it does not change.
+    """An update of all groups of a collection; immutable.
 
     Attributes:
         number: from 1; −1 where it is only compared.
@@ -217,7 +217,7 @@ class Handshake:
 
 
 def describe(operation: int) -> str:
-    """What a rank does that fetches or pushes.
+    """Describes the operation of a rank that fetches or pushes.
 
     >>> describe(3), describe(-2)
     ('is in forward 3', 'is in step 2')

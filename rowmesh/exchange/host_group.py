@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
 
 class HostGroupExchange(GroupExchange):
-    """One group of tables on one rank, in the host's memory.
+    """A group of tables on one rank, in the host's memory.
 
     Args:
         group, address_map, arena, wire_dtype: as for `GroupExchange`.
@@ -298,7 +298,7 @@ class HostGroupExchange(GroupExchange):
         finally:
             pinned.unpin(changed=True)
 
-    # What was asked for is counted
+    # Requests are counted
 
     def count_merged(self, sources: Sources, num_segments: int | None = None) -> None:
         """Counts what was asked of this rank, of the first segments where a number is given."""

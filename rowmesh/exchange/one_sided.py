@@ -243,7 +243,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
         return after_hearing(self._mesh, words, refusal)
 
     def _sources(self, index: int, exchange: HostGroupExchange) -> tuple[Sources, int]:
-        """What all ranks ask of this one in a group, in their order; and how many requests are those of peers."""
+        """The requests of all ranks to this rank in a group, in the order of ranks; and how many of them peers sent."""
         sources, num_received = Sources(exchange.merger, exchange.gradient_bytes, exchange.num_segments), 0
         for rank, groups in enumerate(self._announced):
             announced, before = groups[index], sources.num_entries
@@ -296,7 +296,7 @@ class OneSidedTransport(Transport[HostGroupExchange]):
 
     @property
     def num_bytes(self) -> int:
-        """Of the board; send buffers belong to batches."""
+        """Memory of the board; send buffers belong to batches."""
         return 0 if self._board is None else self._board.num_bytes
 
     def barrier(self) -> None:

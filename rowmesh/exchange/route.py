@@ -37,7 +37,7 @@ class Opened:
 
 
 class RouteGroup(Generic[X, L]):
-    """One group of a route, or of a micro-batch: what is asked, and where its rows are once they are fetched.
+    """A group of a route, or of a micro-batch: its requests, and the place of its rows once they are fetched.
 
     Args:
         exchange: the group's.
@@ -78,7 +78,7 @@ class RouteGroup(Generic[X, L]):
             before.release()
 
     def opened_as(self, kind: type[Kept]) -> Kept:
-        """What was kept, for the transport that kept it."""
+        """The kept memory, as the class of the transport that kept it."""
         assert isinstance(self.opened, kind)
         return self.opened
 
@@ -148,7 +148,7 @@ class LateIdCheck:
 
 
 class Route:
-    """What a batch needs: unique ids of each group, their owners, and how to get from ids to rows.
+    """The route of a batch: unique ids of each group, their owners, and how to get from ids to rows.
 
     Made by `EmbeddingCollection.route`. A route holds buffers; they return to their owner with its last reference.
 
@@ -226,7 +226,7 @@ class ShardGroupRoute:
 
 
 Routed = Route | ShardGroupRoute
-"""What a transport sees of a route."""
+"""The routes that a transport takes."""
 
 
 def table_bounds(group: TableGroup, layout: GroupLayout) -> list[int]:
@@ -237,7 +237,7 @@ def table_bounds(group: TableGroup, layout: GroupLayout) -> list[int]:
 
 
 def refused_ids(feature: str, table: TableSpec, ids: Tensor) -> str:
-    """What is wrong with the ids of a feature, some of which are outside its table; a part of a message."""
+    """Describes the ids of a feature that are outside its table; a part of a message."""
     outside = ids[(ids < 0) | (ids >= table.num_rows)]
     # A device reads them when the program may have gone on.
     first = f"the first is {int(outside[0])}" if len(outside) else "and were overwritten since"

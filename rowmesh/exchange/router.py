@@ -83,7 +83,7 @@ def make_router(
     device: torch.device | None = None,
     indexed: Collection[str] = (),
 ) -> Router[Any]:
-    """What routes batches through all groups of a collection.
+    """Makes the router of batches through all groups of a collection.
 
     Args:
         groups: of the collection.
@@ -98,7 +98,7 @@ def make_router(
 
 
 class _Memory:
-    """What a route on the host needs beside the look-ups of its groups; lent to it."""
+    """The memory of a route on the host beside the look-ups of its groups; lent to it."""
 
     def __init__(self) -> None:
         self._inverse = Scratch()

@@ -66,12 +66,12 @@ class Wire:
 
 
 class Widening(Message):
-    """A message under way in a narrower dtype. What this rank sends itself keeps its bits.
+    """A message under way in a narrower dtype. Elements that this rank sends to itself keep their bits.
 
     Args:
-        message: what travels.
-        into: where its elements go.
-        others: of `into`, in pairs of bounds: what comes from other ranks.
+        message: the narrow message.
+        into: receives its elements.
+        others: pairs of bounds of the elements that come from other ranks.
     """
 
     __slots__ = ("_others", "_target", "_travels")

@@ -11,7 +11,7 @@ tensors instead of addresses::
 
 Memory of a device comes from torch's caching allocator, so that nothing here keeps buffers.
 
-What the host waits for: see [Note: what the host waits for] in `rowmesh.ops.look_up.device`.
+Waits of the host: see [Note: what the host waits for] in `rowmesh.ops.look_up.device`.
 """
 
 from __future__ import annotations

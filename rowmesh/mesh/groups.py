@@ -56,7 +56,7 @@ def abort(group: Any) -> None:
 
 
 def gather_bytes(mine: bytes, gather: Callable[[Tensor], list[Tensor]]) -> list[bytes]:
-    """Those of all ranks, of any length, by a `gather` of tensors of one size."""
+    """Gathers the bytes of all ranks, of any length, by a `gather` of tensors of one size."""
     sizes = [int(size) for size in gather(torch.full((1,), len(mine), dtype=torch.int64, device="cpu"))]
     padded = np.zeros(max(sizes), np.uint8)
     padded[: len(mine)] = np.frombuffer(mine, np.uint8)

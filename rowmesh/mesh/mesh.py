@@ -70,7 +70,7 @@ class Mesh:
     whole: Mesh | None = field(default=None, repr=False)
     members: tuple[int, ...] = ()
     cancellation: Cancellation = field(default_factory=Cancellation, repr=False)
-    # Of the whole, all parts that were made along with this one.
+    # All parts of the whole that were made along with this one.
     _parts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     _ranks_per_node: int | None = field(default=None, repr=False)
     _owns_group: bool = field(default=False, repr=False)
@@ -312,7 +312,7 @@ class Mesh:
 
     @property
     def liveness(self) -> LivenessCheck:
-        """Of the whole: where a rank waits for one that waits for a third, it names the third."""
+        """The check of the whole mesh: a rank that waits for a rank that waits for a third names the third."""
         if self.whole is not None:
             return self.whole.liveness
         return LivenessCheck(self.rank, range(self.world_size), self.group)

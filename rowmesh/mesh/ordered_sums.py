@@ -153,7 +153,7 @@ class SharedSums:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's vectors."""
+        """Memory of this rank's vectors."""
         return self._total.nbytes + self._buffers[self._mesh.rank].num_bytes
 
     def barrier(self) -> None:

@@ -42,7 +42,7 @@ class Peers:
         """The values of all ranks, in their order. Collective and blocking; for a few kilobytes, seldom.
 
         Args:
-            value: of this rank; plain, as in `rowmesh.mesh.plain`. Of several ranks tuples arrive as lists.
+            value: this rank's; plain, as in `rowmesh.mesh.plain`. Between several ranks tuples become lists.
             doing: what this is for, for the message.
 
         Raises:

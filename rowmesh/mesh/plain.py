@@ -1,7 +1,7 @@
 """Plain values between ranks: JSON, so that a rank never runs what another one sends.
 
 None, booleans, numbers (NaN and infinity too), text, lists, and mappings whose keys are text. Tuples arrive as lists.
-What else is sent says itself how, by `to_plain` and `from_plain`.
+Other types define how they are sent, by `to_plain` and `from_plain`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is seen of the processes of this host: alive, stopped or gone."""
+"""The states of the processes of this host: alive, stopped or gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["alive", "stopped", "gone"]
 
 
 def state_of(pid: int) -> State:
-    """Of a process: "stopped" by SIGSTOP, Ctrl-Z or a debugger; a zombie that is not reaped yet is "gone".
+    """The state of a process: "stopped" by SIGSTOP, Ctrl-Z or a debugger; a zombie that is not reaped yet is "gone".
 
     Where there is no /proc, a stopped process looks alive.
 

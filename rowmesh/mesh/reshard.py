@@ -144,7 +144,7 @@ def _move(
 
 
 def _common(had: Sequence[range], wanted: Sequence[range], rows: range) -> Iterator[tuple[int, int, range, range]]:
-    """What one rank has and another wants of a window: the numbers of both parts, and where in each."""
+    """Yields the rows of a window that one rank has and another wants: the numbers of both parts, the place in each."""
     for first, source in enumerate(had):
         if (within := intersect(source, rows)) is None:
             continue
@@ -180,5 +180,5 @@ def _bounds(rows: range) -> list[int]:
 
 
 def bytes_of_row(tensor: Tensor) -> int:
-    """Of the first dimension of a tensor."""
+    """The bytes of a row of a tensor; rows are along the first dimension."""
     return math.prod(tensor.shape[1:]) * tensor.itemsize

@@ -109,7 +109,7 @@ class SharedBuffer(Memory):
 
 
 def share(mesh: Mesh, buffers: Sequence[SharedBuffer]) -> list[list[SharedBuffer]]:
-    """Of every rank its buffers, mapped here, in their order; this rank's as they are. Collective and blocking.
+    """Maps the buffers of every rank, in the order of the ranks; this rank's stay as they are. Collective and blocking.
 
     They cannot be mapped later; each is freed with its last view on the last rank.
 

@@ -69,10 +69,10 @@ def processors(pid: int = 0) -> Collection[int]:
 
 
 def fit_threads(mesh: Mesh) -> str | None:
-    """Lowers torch's threads to this rank's share; for programs of which torch's threads are nobody's choice.
+    """Lowers torch's threads to this rank's share; for programs that do not choose torch's threads.
 
     Returns:
-        What was done, for the log; None where the user chose by a variable, or the threads fit.
+        The change, for the log; None where the user chose by a variable, or the threads fit.
     """
     if any(name in os.environ for name in VARIABLES):
         return None

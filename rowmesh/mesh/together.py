@@ -1,4 +1,4 @@
-"""What one rank does for all, or all do together: every rank gets a result, or fails as one failed."""
+"""Actions that one rank does for all, or all do together: every rank gets a result, or fails as one failed."""
 
 from __future__ import annotations
 

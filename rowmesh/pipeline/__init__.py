@@ -1,6 +1,6 @@
 """Pipeline: when rows move, so that they need not be waited for, and every row is the one a synchronous loop reads.
 
-What is here, in the order in which a batch meets it:
+Modules, in the order in which a batch meets them:
 
 - `rows`: which distinct rows of their tables the ids of a batch are;
 - `window`: the frozen window. A batch is cut into micro-batches, and rows change after the last of them only; how many

@@ -31,13 +31,13 @@ _NUM_BATCHES = 12
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do.
+    """A choice of depth and micro-batches.
 
     Attributes:
         depth: K.
         micro_batches: N.
-        step_s: what a step should take.
-        in_turn_s: what it takes when all is done in turn.
+        step_s: expected time of a step.
+        in_turn_s: time of a step when all is done in turn.
     """
 
     depth: int

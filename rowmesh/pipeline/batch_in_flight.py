@@ -34,7 +34,7 @@ T = TypeVar("T", bound=Samples)
 
 
 class Part:
-    """One micro-batch.
+    """A micro-batch.
 
     Attributes:
         samples: which samples of the window's item; none where it has fewer samples than micro-batches.
@@ -50,7 +50,7 @@ class Part:
 
 
 class BatchInFlight(Generic[T]):
-    """One batch under way; iterating gives its micro-batches, in order, each once.
+    """A batch in flight; iterating gives its micro-batches, in order, each once.
 
     Args:
         parts: gives the micro-batches of a batch whose window is known, as they are computed.

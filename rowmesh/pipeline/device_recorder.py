@@ -10,8 +10,8 @@ passed at least a second later; the one before it precedes all work that is laun
 
 *The host's seconds.* Ranks, and what only hosts do, have no other clock in common. To read spans (`flush`) the host
 waits for all that was noted, then records a mark on the idle device and reads its own clock; the two agree to within
-the few µs that this takes. Of several tries the shortest counts. Spans since the last reading are moved by that one
-difference. Two clocks may drift apart by some 10 µs a second: a trace is right to a few µs at its end, where it is
+the few µs that this takes. The shortest of several tries counts. That difference moves all spans since the last
+reading. Two clocks may drift apart by some 10 µs a second: a trace is right to a few µs at its end, where it is
 read, and to some 0.1 ms ten seconds before. Within a device spans are exact.
 """
 
@@ -126,7 +126,7 @@ class DeviceRecorder(Recorder):
             self._by_device.clear()
 
     def _host_ahead_s(self) -> float:
-        """What the host's clock shows when that of the device shows 0; the device has nothing else to do."""
+        """The reading of the host's clock when the device's shows 0; the device has nothing else to do."""
         tries = []
         for _ in range(_TRIES):
             asked_s = time.perf_counter()

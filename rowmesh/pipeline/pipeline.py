@@ -78,7 +78,7 @@ class Pipeline(Generic[T]):
         verify: whether every row that is read must be the one that steps in turn would read; on a CPU.
         overlap: whether communication has threads of its own; without, everything is done in turn.
         trace: whether all that a device does is timed, for `recorder`; without, only what the program computes and
-            waits for. What a host does is timed anyway.
+            waits for. Work of a host is timed anyway.
         disturb: is called before every task in its thread, for tests.
 
     Attributes:

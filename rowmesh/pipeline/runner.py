@@ -203,7 +203,7 @@ class Runner:
                 for longer, by that thread at its end.
 
         Returns:
-            What failed, where no other call has raised it.
+            The failure, where no other call has raised it.
         """
         atexit.unregister(self.close)
         self._when_silent = when_silent or self._when_silent

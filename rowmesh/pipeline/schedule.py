@@ -29,9 +29,10 @@ REUSED_AFTER = 2
 
 
 class After(NamedTuple):
-    """What a stage waits for: a stage of the same batch, or of one `back` batches before it.
+    """The stage that another stage waits for, of the same batch or of the batch `back` batches before it.
 
-    Of the same batch, the same micro-batch of a stage that has any; else all of them.
+    Within a batch, a micro-batch waits for the same micro-batch of a stage that has micro-batches. Otherwise a stage
+    waits for all tasks of the other.
     """
 
     stage: str
@@ -48,7 +49,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One kind of task.
+    """A kind of task.
 
     Attributes:
         name: of the stage.
@@ -97,14 +98,14 @@ class Schedule:
         return next(stage for stage in self.stages if stage.name == name)
 
     def tasks(self, resource: str, turn: int) -> Iterator[Task]:
-        """What a resource does in a turn, in order; batches below 0 do not exist."""
+        """The tasks of a resource in a turn, in order; batches below 0 do not exist."""
         for stage in self.stages:
             batch = turn + stage.ahead
             if stage.resource == resource and batch >= 0:
                 yield from self._of(stage, batch)
 
     def before(self, task: Task) -> Iterator[Task]:
-        """What a task waits for, beside the tasks of its resource."""
+        """The tasks that a task waits for, beside the tasks of its resource."""
         mine = self.stage(task.stage)
         for after in mine.after:
             other = self.stage(after.stage)

@@ -33,13 +33,13 @@ RATIOS = tuple(1 + step / 20 for step in range(81))  # 1 to 5
 
 @dataclass(frozen=True, kw_only=True)
 class WindowWork:
-    """What the window of one batch has to do.
+    """The work of one batch's window.
 
     Attributes:
         compute_ms: forward and backward of all its samples.
         fetch_ms: time on the link to fetch every distinct row once.
         push_ms: time on the link to push every gradient once.
-        latency_ms: what each exchange takes beside.
+        latency_ms: time that each exchange takes beside.
         rows_exponent: α.
     """
 
@@ -58,7 +58,7 @@ class WindowWork:
 
     @classmethod
     def of_share(cls, communication: float) -> WindowWork:
-        """Of a step in turn of which communication takes this share, rows and gradients half of it each.
+        """The work of a step in turn that spends this share on communication, half on rows and half on gradients.
 
         >>> WindowWork.of_share(0.25).fetch_ms
         0.125

@@ -176,7 +176,7 @@ class DeviceStreams:
     ) -> None:
         self._schedule, self._device, self._make = schedule, device, streams
         self._recorder, self._is_traced = recorder, is_traced
-        # What others wait for goes first: a message that is gathered late is late on all ranks.
+        # Communication goes first, since others wait for it: a message that is gathered late is late on all ranks.
         self._streams = {
             resource: streams.new(device, is_urgent=resource == "communication")
             for resource in schedule.resources

@@ -43,7 +43,7 @@ def closing_target(target: Target) -> Iterator[Target]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, and of which class it is where that is not one of rowmesh's; never nothing.
+    """The text of an error, after the name of its class unless that is OSError or one of rowmesh's; never empty.
 
     >>> reason(KeyError("user")), reason(StoreError("Redis is away")), reason(OSError(28, "No space left on device"))
     ("KeyError: 'user'", 'Redis is away', 'No space left on device; make room or choose another place')
@@ -51,7 +51,7 @@ def reason(error: Exception) -> str:
     name = type(error).__name__
     try:
         text = described(error) if isinstance(error, OSError) else str(error)
-    except Exception:  # of a class whose text cannot be had
+    except Exception:  # str() fails on some classes
         return name
     if not text:
         return name

@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What a rank has to publish of one table. An id is in one of the chunks of one rank, or in `deleted`, or in none.
+    """A rank's changes of a table to publish. An id is in one chunk of one rank, or in `deleted`, or in neither.
 
     Attributes:
         rows: chunks of ids, int64 `[N]`, with their vectors, float32 `[N, D]`.
-        deleted: int64 `[N]`, ids that are gone since the last generation; not looked at in a whole one.
+        deleted: int64 `[N]`, ids that are gone since the last generation; a whole generation ignores them.
     """
 
     rows: Iterable[tuple[np.ndarray, np.ndarray]] = ()

@@ -31,7 +31,7 @@ class PublishedReader:
     """A generation, until `refresh` takes a newer one. Any number of readers, beside the publisher.
 
     Any number of threads may look up while others refresh or close: each look-up reads the generation with which it
-    began, which is freed when the last one that uses it ends. What belongs together is taken from one `pin`.
+    began, and a generation is freed with its last use. Values that belong together come from one `pin`.
 
     Args:
         target: where generations are published; see `open_target`.
@@ -171,7 +171,7 @@ class PublishedReader:
 
 @dataclass(frozen=True, eq=False)
 class PinnedGeneration:
-    """One generation, whatever a reader refreshes to meanwhile; see `PublishedReader.pin`. Any number of threads.
+    """A generation that stays when its reader refreshes; see `PublishedReader.pin`. Any number of threads may read it.
 
     Attributes:
         generation: which one this is: number, step and tables.

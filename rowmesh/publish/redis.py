@@ -128,11 +128,11 @@ class RedisTarget:
         self._connection.close()
 
     def key(self, number: int, name: str) -> str:
-        """Of something of a generation."""
+        """The key of a named part of a generation."""
         return f"{self._prefix}:{number}:{name}"
 
     def rows_key(self, number: int, table: str) -> str:
-        """Of the rows of a table."""
+        """The key of a table's rows in a generation."""
         return self.key(number, f"rows:{quote(table, safe='')}")
 
 

@@ -12,7 +12,7 @@ from rowmesh.publish.generation import Generation, Part
 
 
 def closed(name: str) -> StoreError:
-    """What a look-up in rows that were closed raises: not found would read as unknown."""
+    """The error of a look-up in closed rows: "not found" would read as an unknown id."""
     return StoreError(
         f"{name} was closed; look up before its reader is closed, and a pinned generation within its "
         "`with reader.pin()`"
@@ -20,7 +20,7 @@ def closed(name: str) -> StoreError:
 
 
 class PartWriter(Protocol):
-    """What one rank writes of a generation."""
+    """A writer of one rank's part of a generation."""
 
     def rows(self, table: str, ids: np.ndarray, vectors: np.ndarray) -> None:
         """Writes ids, int64 `[N]`, with vectors, float32 `[N, D]`; may be called again with other ids."""
@@ -61,7 +61,7 @@ class Rows(Protocol):
 
 
 class Target(Protocol):
-    """Generations by number. What is not yet in the pointer is invisible to readers.
+    """Generations by number. Readers see a generation only once the pointer names it.
 
     Attributes:
         name: for errors; without a password.
@@ -70,11 +70,11 @@ class Target(Protocol):
     name: str
 
     def newest(self) -> bytes | None:
-        """What the pointer to the newest generation has; None before the first."""
+        """The contents of the pointer to the newest generation; None before the first."""
         ...
 
     def manifest(self, number: int) -> bytes | None:
-        """What was published as a generation; None where it is gone."""
+        """The manifest of a generation; None where it is gone."""
         ...
 
     def begin(self, number: int) -> None:

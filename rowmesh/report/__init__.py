@@ -1,1 +1,1 @@
-"""What people read: pages, charts, tables and explanations of plans and data."""
+"""Reports for people: pages, charts, tables and explanations of plans and data."""

@@ -1,4 +1,4 @@
-"""What to do next with a run: rules with numbers, of what was slow, overfits, or is not right."""
+"""Advice about a run: rules with numbers that find what was slow, overfits, or is not right."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _no_validation(record: RunRecord, tables: Tables) -> Iterator[Advice]:
 
 
 def _share(record: RunRecord, stage: str) -> float | None:
-    """Of a step."""
+    """The share of a stage in the time of a step; None where it was not recorded."""
     stages = record.step_ms
     total = sum(stages.values())
     return stages[stage] / total if stage in stages and total else None

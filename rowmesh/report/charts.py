@@ -105,7 +105,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, flo
 
 
 def bars(values: Sequence[float], scale: float, texts: Sequence[str], limit: float | None = None) -> str:
-    """One bar a rank on a common scale, with a line at the limit; texts are what a pointer shows.
+    """The bars of all ranks on a common scale, with a line at the limit; a pointer shows the texts.
 
     Bars above the limit, or that go off the scale, have another colour.
     """
@@ -128,7 +128,7 @@ def bars(values: Sequence[float], scale: float, texts: Sequence[str], limit: flo
 
 
 def heatmap(matrix: np.ndarray, scale: float, ranks_per_node: int, text: str) -> str:
-    """What rank i (row) receives from rank j (column), as shades of one colour up to `scale`."""
+    """A heat map of the bytes that rank i (row) receives from rank j (column): shades of one colour up to `scale`."""
     W = len(matrix)
     shades = np.clip(np.ceil(matrix / scale * SHADES), 0, SHADES).astype(int) if scale else np.zeros((W, W), int)
     cells = _cells_with_titles(shades, matrix) if W <= MAX_RANKS_WITH_TITLES else _cells(shades)
@@ -148,7 +148,7 @@ def _cells_with_titles(shades: np.ndarray, matrix: np.ndarray) -> Iterator[str]:
 
 
 def _cells(shades: np.ndarray) -> Iterator[str]:
-    """One path a shade, which has a strip for every run of equal cells in a row."""
+    """The path of each shade, with a strip for every run of equal cells in a row."""
     strips: dict[int, list[str]] = {}
     for i, row in enumerate(shades.tolist()):
         column = 0

@@ -57,7 +57,7 @@ def print_prepared(console: Console, prepared: Prepared) -> None:
 
 
 def print_sequences(console: Console, sequences: Sequences) -> None:
-    """What was kept and left out of event tables, and what each split predicts."""
+    """Prints the counts of kept and left-out events, the users of each split, and the share of tied last events."""
     counts, schema = sequences.counts, sequences.schema
     write(console, f"prepared {sequences.folder}")
     table = table_of_numbers("users", "items", "events", "not positive", "outside the core", "bad rows")
@@ -79,7 +79,7 @@ def print_sequences(console: Console, sequences: Sequences) -> None:
 
 
 def print_best_ranking(console: Console, sequences: Sequences) -> None:
-    """What the best ranking reaches on events that were drawn."""
+    """Prints the scores of the best ranking on events that were drawn."""
     for split, best in sequences.optimum.items():
         write(console, f"{split}: the best ranking reaches NDCG@10 {best['ndcg@10']:.5f}, HR@10 {best['hr@10']:.5f}")
 

@@ -83,7 +83,7 @@ def explain_row(comparison: Comparison, name: str, row: int) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """One row of a plan and its alternatives."""
+    """A row of a plan, and the alternatives to its exchange."""
 
     comparison: Comparison
     table: TablePlan

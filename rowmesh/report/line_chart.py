@@ -46,10 +46,10 @@ def line_chart(
 ) -> str:
     """Lines over common axes, with what a pointer shows and a legend below; a note where there are no points.
 
-    What lies outside the range of all but the first tenth of the points is cut off: losses begin high.
+    The y axis fits the points after the first tenth, since losses begin high; points outside it are cut off.
 
     Args:
-        title: what it shows, for those who do not see it.
+        title: describes the chart to readers who do not see it.
         lines: to draw; those without points are left out.
         x_name: what x is.
         from_zero: whether y begins at 0.

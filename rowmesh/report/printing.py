@@ -1,4 +1,4 @@
-"""What commands print: lines as they are, and tables of numbers."""
+"""The output of commands: lines as they are, and tables of numbers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _fitting(console: Console, table: Table) -> list[Table]:
 
 
 def _widths_of(console: Console, column: Column) -> tuple[int, int, int]:
-    """Of the longest word, with the longest cell whole, and with the head whole too; without padding."""
+    """The widths of a column for its longest word, for its longest cell, and for cells and head; without padding."""
     options = console.options.update(max_width=_ANY_WIDTH)
     texts = (console.render_str(cell) if isinstance(cell, str) else cell for cell in (column.header, *column.cells))
     head, *cells = (Measurement.get(console, options, text) for text in texts)

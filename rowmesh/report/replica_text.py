@@ -1,4 +1,4 @@
-"""What a comparison of numbers of replicas came to, for a terminal."""
+"""The outcome of a comparison of numbers of replicas, for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run cost: where a step's time went, bytes between ranks, memory."""
+"""The costs of a run: the time of a step by stage, bytes between ranks, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rowmesh.report.traffic import Traffic
 
 MAX_ROWS = 16
 LANE_WIDTH, LANE_HEIGHT = 1000, 16
-# What computes, what moves rows, what waits: classes of the style sheet, by stage of a pipeline.
+# Classes of the style sheet by stage: stages that compute, that move rows, that wait.
 KINDS = {"compute": "network", "dense": "optimizer", "wait": "waits", "read": "data", "update": "update"}
 
 

@@ -139,7 +139,7 @@ def quality_section(runs: Sequence[Shown]) -> str:
 
 
 def _first_with_bins(run: Shown) -> Result:
-    """Of several labels the first that is 0 or 1."""
+    """The result of the first label that is 0 or 1; without such a label, the first result."""
     results = run.record.results
     return next((result for result in results if result.score_bins is not None), results[0])
 
@@ -260,7 +260,7 @@ def _results_table(runs: Sequence[Shown]) -> str:
 
 
 def _ranking_rows(result: Result) -> Iterator[list[str]]:
-    """What the model reaches, beside the best that can be and popularity."""
+    """Yields the scores of the model, of the best ranking that can be reached, and of popularity."""
     keys, interval = tuple(RANKING_KEYS), result.intervals.get(RANKING)
     text = f"{interval[0]:.5f} to {interval[1]:.5f}" if interval else ""
     yield [escape(result.split), *_cells(result.numbers, keys), text]

@@ -54,7 +54,7 @@ def _tables_of(record: RunRecord) -> Tables:
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Of their folders, with the folder above where they are alike."""
+    """The names of the runs' folders, with the folder above where names are equal."""
     names = [record.name for record in records]
     if len(set(names)) < len(names):
         names = [f"{record.folder.path.resolve().parent.name}/{record.name}" for record in records]
@@ -91,7 +91,7 @@ def _numbers(runs: Sequence[Shown]) -> str:
 
 
 def _summary(run: Shown, *, named: bool) -> str:
-    """What came out, in a sentence."""
+    """The outcome of a run, in a sentence."""
     record = run.record
     ranks = f" on {record.ranks} rank{'s'[: record.ranks != 1]}" if record.ranks else ""
     speed = record.mean("samples_per_s")

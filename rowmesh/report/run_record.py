@@ -1,4 +1,4 @@
-"""What the folder of a run tells of it, for its page. What is not there, or cannot be read, is named."""
+"""The record of a run, read from its folder for its page. Missing and unreadable parts are named."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class RunRecord:
         return self.train[skipped:]
 
     def mean(self, name: str) -> float | None:
-        """Of a number of training, of the steady lines, each for its steps; None where it was not recorded."""
+        """The mean of a number over the steady lines of training, weighted by steps; None where it was not recorded."""
         before = {line["step"]: previous["step"] for previous, line in pairwise(self.train)}
         weighed = [
             (line[name], line["step"] - before.get(line["step"], 0))
@@ -209,7 +209,7 @@ def damaged_text(error: Exception) -> str:
 
 
 def _absent(record: RunRecord) -> Iterator[str]:
-    """What a page would show, had it been recorded."""
+    """Yields a sentence on each part of the page that was not recorded."""
     if not record.train:
         yield "metrics.jsonl has no line about training: the run ended before train.log_every steps, or has just begun"
     if not record.results:
@@ -217,7 +217,7 @@ def _absent(record: RunRecord) -> Iterator[str]:
 
 
 def _tested(config: Record) -> str:
-    """What the metrics of the test split are called; of raw rows `data.test` says where these are, not their name."""
+    """The name of the test split in the metrics. For raw rows it is "test": there `data.test` is a place."""
     if not isinstance(data := config.get("data"), dict):
         return "test"
     return "test" if data.get("source") == "raw" else str(data.get("test", "test"))

@@ -85,7 +85,7 @@ def _profile(record: RunRecord, plan: Plan) -> Profile:
 
 
 def _facts(record: RunRecord, plan: Plan | None, profile: Profile | None) -> Iterator[TableFacts]:
-    """Of all tables: those of the plan, and those that a run has beside them."""
+    """The facts of all tables: the tables of the plan, then the tables that only the run knows."""
     about = record.about.get("tables") or {}
     rare = record.about.get("rare_share") or {}
     counts = {table.name: table for table in profile.tables} if profile is not None else {}

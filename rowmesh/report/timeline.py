@@ -15,7 +15,7 @@ MAX_BYTES = 200_000_000
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that a thread did, in milliseconds since the beginning of the timeline."""
+    """A task that a thread did, in milliseconds since the beginning of the timeline."""
 
     name: str
     batch: int

@@ -37,7 +37,7 @@ class Traffic:
         return float(median(self.received)) if self.received else None
 
     def unique_share(self, group: str) -> float | None:
-        """Of the ids of a group, how many are distinct within their batch."""
+        """The share of a group's ids that are distinct within their batch; None without ids."""
         counts = self.groups[group]
         return counts["unique_ids"] / counts["ids"] if counts.get("ids") else None
 
@@ -60,7 +60,7 @@ def read_traffic(lines: Iterable[Mapping[str, Any]]) -> Traffic:
 
 
 def hit_rate(counts: Mapping[str, int]) -> float | None:
-    """Of the rows that batches pinned, how many were in fast memory, or never written and so not to be read.
+    """The share of pinned rows that were in fast memory, or were never written and so need not be read.
 
     >>> hit_rate({"rows_found": 90, "rows_read": 5, "rows_initialized": 5})
     0.95

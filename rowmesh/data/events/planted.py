@@ -34,11 +34,11 @@ _USERS = 512  # drawn at a time
 
 @dataclass(frozen=True, kw_only=True)
 class PlantedEvents:
-    """What is drawn.
+    """The parameters of drawn events.
 
     Attributes:
         num_users: every user has 20 events or more.
-        num_items: none is seen twice by a user.
+        num_items: a user sees no item twice.
         num_groups: of items.
         mean_events: of a user.
         signal: how much likelier the successors of a group are than other groups: the standard deviation of the log of
@@ -97,7 +97,7 @@ def synthesize_events(
 
 
 def drawn_request(planted: PlantedEvents) -> dict[str, Any]:
-    """What the output of `synthesize_events` depends on."""
+    """The inputs that the output of `synthesize_events` depends on."""
     return {"drawn": asdict(planted)}
 
 

@@ -97,7 +97,7 @@ def _nothing_left(events: CodedEvents, schema: EventSchema, quarantine: Quaranti
 
 
 def event_request(files: Sequence[Path], schema: EventSchema, max_bad_rows: int) -> dict[str, Any]:
-    """What the output of `prepare_events` depends on; the arguments are its own."""
+    """The inputs that the output of `prepare_events` depends on; the arguments are those of `prepare_events`."""
     for path in files:
         if path.is_dir():
             raise DataError(f"{path} is a folder; name files of events")
@@ -260,17 +260,17 @@ def _moment(times: NDArray[np.int64], share: float) -> int:
 
 @dataclass(frozen=True)
 class Core:
-    """What is kept of coded events.
+    """The kept events, counted by user and by item.
 
     Attributes:
-        user_counts, item_counts: int64, kept events by code; 0 for those that are left out.
+        user_counts, item_counts: int64, kept events by code; 0 for users and items that are left out.
     """
 
     user_counts: NDArray[np.int64]
     item_counts: NDArray[np.int64]
 
     def keeps(self, events: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Which events have a user and an item that are kept."""
+        """Whether each event has a user and an item that are kept."""
         return (self.user_counts[events["user"]] > 0) & (self.item_counts[events["item"]] > 0)
 
 

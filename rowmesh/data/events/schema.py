@@ -196,12 +196,12 @@ LAYOUTS: dict[str, EventSchema] = {
 
 
 def find_event_schema(schema: str | None) -> EventSchema | None:
-    """What a `--schema` names, where that is an event table; None where it is not, or nothing is named.
+    """The event schema that a `--schema` names; None where it names no event schema, or nothing is given.
 
-    A TOML file is one of events if it has the keys `user`, `item` and `time`, of which schemas of clicks have none.
+    A TOML file is an event schema if it has the keys `user`, `item` and `time`; schemas of clicks have none of them.
 
     Raises:
-        ConfigurationError: it is one of events, but not right.
+        ConfigurationError: it is an event schema, but not a valid one.
     """
     if schema is None:
         return None

@@ -22,7 +22,7 @@ from rowmesh.errors import ConfigurationError, DataError
 
 METADATA = "metadata.json"
 SEQUENCES = "sequences of events"
-"""What the manifest of such a folder says that it is."""
+"""The kind of folder that the manifest of event sequences names."""
 
 ARRAYS: dict[str, type[np.generic]] = {
     "items": np.int32,
@@ -37,10 +37,10 @@ _Count = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class EventCounts:
-    """What was found and left out.
+    """The numbers of users, items and events that preparation kept or left out.
 
     Attributes:
-        num_users, num_items, num_events: that were kept.
+        num_users, num_items, num_events: kept.
         num_negative: events that are not positive.
         num_outside_core: positive events of users or items with too few.
         num_tied_last: users whose last two events have one time, so that the rule for ties decides which is the last.
@@ -207,7 +207,7 @@ class Sequences:
         return np.flatnonzero((targets > starts) & (targets < self._ends(split)))
 
     def targets(self, split: SplitName) -> NDArray[np.int64]:
-        """Of every user, the first event that a held-out split predicts; all events before it are known then."""
+        """The index of each user's first event that a held-out split predicts; all events before it are known then."""
         return self.train_ends if split == "validation" else self.validation_ends
 
     def popularity(self, split: SplitName) -> NDArray[np.int64]:
@@ -237,5 +237,5 @@ class Sequences:
 
 
 def side_file(number: int) -> str:
-    """What the files of a side column are called: names of columns may be no names of files."""
+    """The base name of a side column's files: a column's own name may not be valid as a file name."""
     return f"side_{number}"

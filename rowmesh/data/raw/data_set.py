@@ -67,7 +67,7 @@ class RawData:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """One a categorical feature, whose rows nobody has counted."""
+        """A table for each categorical feature; its rows are not counted."""
         return tuple(
             Table(name=name, num_rows=0, multi_hot=is_list, num_distinct=0, rare_share={})
             for name, is_list in zip(self.features, self.multi_hot, strict=True)
@@ -81,7 +81,7 @@ class RawData:
 
     @cached_property
     def forms(self) -> KnownForms:
-        """Of the columns of Parquet files: what those that sources have read show; they all have to agree."""
+        """The forms of the columns in all Parquet files that sources have read so far; the files must agree."""
         return KnownForms(self.schema)
 
     @property

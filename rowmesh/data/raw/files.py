@@ -158,10 +158,10 @@ class FileSource:
             yield None
 
     def _learn_forms(self, files: Sequence[Path]) -> None:
-        """Reads what the columns of files hold, before any row, until that is known of all columns.
+        """Reads the forms of columns from files, before any row, until the forms of all columns are known.
 
-        Of files that are followed, what ranks see at the start may differ, but for the first and those that were read
-        before: the first alone says which columns hold lists.
+        Ranks that follow files may see different files at the start. They agree only on the first file and on the
+        files that were read before, so the first file alone decides which columns hold lists.
         """
         for path in files:
             if self._forms.is_complete:

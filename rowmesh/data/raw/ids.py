@@ -11,7 +11,7 @@ from rowmesh.errors import DataError
 from rowmesh.ops.hash_text import hash_text
 
 MISSING_TEXT = b""
-"""What is hashed for a value that is missing: null, also among integers, or no text at all."""
+"""The text that is hashed for a missing value: null, also among integers, or empty text."""
 
 
 def ids_of(values: pa.Array, seed: int = 0) -> NDArray[np.int64]:

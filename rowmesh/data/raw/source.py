@@ -37,7 +37,7 @@ class Chunk(Protocol):
 class Source(Protocol):
     """Rows in one order, which is the same on every rank and whenever it is read: a folder of files, or a queue.
 
-    What is read once must be there again, at the same place: a run that is resumed, and every rank, reads it again.
+    Rows that were read once must stay at the same place: every rank reads them again, and so does a resumed run.
     """
 
     @property

@@ -33,7 +33,7 @@ class Column:
 
     @property
     def num_batches(self) -> int:
-        """Of the training split."""
+        """The number of batches in the training split."""
         full, rest = divmod(self.data.splits["train"].samples, self.data.block_samples)
         return full * -(-self.data.block_samples // self.batch_size) - (-rest // self.batch_size)
 

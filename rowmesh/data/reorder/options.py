@@ -10,12 +10,12 @@ from rowmesh.tables.tensor_train import factor_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ReorderOptions:
-    """What the new order of a table depends on, beside the data.
+    """The options of a new order; with the data, they determine it.
 
     Attributes:
         hot_share: the share of a table's rows, the most frequent, that stay in order of frequency.
-        batch_size: ids of so many consecutive samples occur together, where samples have one each; in a multi-hot
-            table those of one sample do. The new order is judged by batches of this size.
+        batch_size: ids of so many consecutive samples occur together, where samples have one id each; in a multi-hot
+            table the ids of one sample do. Batches of this size judge the new order.
         prefix_rows: p₃, so many consecutive rows share a prefix; 0 for that of cores whose factors are chosen.
         max_ids: so many ids after the hot ones are put in order of communities; the others stay as they are.
         max_edges: pairs of ids that are looked at in each table.

@@ -24,7 +24,7 @@ STANDARD_ERRORS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TableOrder:
-    """What came of looking for a better order of one table.
+    """The outcome of the search for a better order of one table.
 
     Attributes:
         bijection: from ranks to rows; the identity where no order was better than that of frequency.

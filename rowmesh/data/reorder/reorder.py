@@ -51,8 +51,8 @@ def reorder(
 ) -> Prepared:
     """Writes a prepared data set with other row numbers; the output folder appears whole or not at all.
 
-    Row 0 … of a table stay its most frequent ids, in order of frequency. Those after them are put in order of
-    communities: ids that occur together in batches (or bags) of the training split get neighbouring rows, so that a
+    Row 0 … of a table stay its most frequent ids, in order of frequency. The ids after them are put in order
+    of communities: ids that occur together in batches (or bags) of the training split get neighbouring rows, so that a
     tensor-train table computes fewer prefixes a batch. A table keeps its order where no other makes held out batches
     read 2 % fewer, or there are fewer than 40 batches. The last row still stands for all rare ids. Counts and the
     values of rows follow.
@@ -64,7 +64,7 @@ def reorder(
         out: the folder to write.
         tables: names; by default all of `min_rows` rows or more.
         min_rows: see `tables`.
-        options: how; see there.
+        options: see `ReorderOptions`.
         overwrite: replace a folder that is not empty.
         progress: receives how far it is.
 
@@ -116,7 +116,7 @@ def choose_tables(data: Prepared, names: Sequence[str], min_rows: int = MIN_ROWS
 
 
 def reorder_request(data: Prepared, tables: Sequence[Table], options: ReorderOptions) -> dict[str, Any]:
-    """What the output depends on.
+    """The inputs that the output depends on.
 
     Raises:
         DataError: the folder does not say what it was made of.

@@ -1,8 +1,8 @@
 """DeviceTables: the dynamic tables of a rank whose indexes are on its device.
 
-A table that knows all ids of a batch opens the step there; the host learns how many they were. Of the others it gets
-the ids that are unknown, decides, writes the rows of new ones, and tells the device. A table with hooks, which are told
-of all ids, gets all of them.
+A table that knows all ids of a batch opens the step there; the host learns how many they were. For the others
+the host gets the ids that are unknown, decides, writes the rows of new ids, and tells the device. For a table with
+hooks, which are told of all ids, it gets all of them.
 """
 
 from __future__ import annotations

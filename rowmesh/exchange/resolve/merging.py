@@ -1,4 +1,4 @@
-"""What replica groups that decide for themselves know of a dynamic table is made one, before their rows are averaged.
+"""Replica groups, which decide alone, merge what they know of a dynamic table before its rows are averaged.
 
 Between two averages the ranks of a replica group decide alone, on the ids of their own samples. A group's table is a
 function of all ids: the row and the optimizer state of an id that it knows; the initial row and a fresh state of any
@@ -12,14 +12,14 @@ can be kept, all groups know the same ids afterwards:
     score        of the caller: the largest of those groups that saw the id in that step, as it has the largest of its
                  occurrences in a batch
     time         a step is at the latest event of all groups up to it; ids that are past their time to live then leave
-    too many     where a shard has more ids than it holds, those of the smallest (score, id) leave. Where nobody may
+    too many     where a shard has more ids than it holds, those of the smallest (score, id) leave. Where no id may
                  leave before its time, all ranks refuse the average, and nothing has changed
-    sightings    of other ids: as the count. They admit nobody until the id comes again. Ids that some group has
+    sightings    of other ids: as the count. They admit no id until it comes again. Ids that some group has
                  admitted since the last average begin anew
 
-An id that a group has evicted counts as unknown there: its share of the mean is the initial row. What was counted
-before is not lost with it, as long as another group knows the id. An id that it has demoted is not unknown: its record
-is its share. After an average these are demoted everywhere that no group has in its index, and those that leave:
+An id that a group has evicted counts as unknown there: its share of the mean is the initial row. Earlier counts
+of the id are not lost with it, as long as another group knows it. An id that it has demoted is not unknown: its record
+is its share. After an average all groups demote the ids that no group has in its index, and the ids that leave:
 
     order        in which they are forgotten: of ids that no group has seen, demoted or forgotten since the last average
                  as it was; then the others in ascending order of ids
@@ -53,7 +53,7 @@ SEEN, COUNT, SCORE = 0, 1, 2
 
 @dataclass
 class _Sightings:
-    """Those of ids that are not admitted, as of the last average."""
+    """The sightings of ids that are not admitted, as of the last average."""
 
     window: int
     ids: np.ndarray
@@ -76,11 +76,11 @@ class MergedIds:
 
 @dataclass(frozen=True)
 class Draft:
-    """What groups will know, as this rank has found it.
+    """The facts that all groups will know, as this rank has found them.
 
     Attributes:
-        merged: of ids that each may know differently.
-        local: what is known of them here.
+        merged: facts of ids that groups may know differently.
+        local: facts of these ids on this rank.
         failure: why this group cannot say what it knows.
     """
 
@@ -90,7 +90,7 @@ class Draft:
 
 
 class Merging:
-    """One table on the ranks that have the same shards, one of each replica group. Making one is local.
+    """A table on the ranks that have the same shards, one of each replica group. Making one is local.
 
     Args:
         owned: what this rank has of it; it is told of every decision.
@@ -113,9 +113,9 @@ class Merging:
     def note(
         self, ids: np.ndarray, fresh: np.ndarray = NONE, left_ids: np.ndarray = NONE, left_frames: np.ndarray = NONE
     ) -> None:
-        """What a step has changed: ids, frames that have a new one, ids that left and their frames.
+        """Notes the changes of a step: ids, frames that have a new id, ids that left and their frames.
 
-        Or ids of an average that was not carried out.
+        Also notes the ids of an average that was not carried out.
         """
         self._changed.append(ids)
         if self._demotes and len(left_ids):
@@ -147,7 +147,7 @@ class Merging:
         self._common[frames] = facts
 
     def find(self, channel: Channel, counters: CommonCounters) -> Draft:
-        """What groups know of ids that each may know differently. Collective among the ranks with the same shards.
+        """Merges the facts of ids that groups may know differently. Collective among the ranks with the same shards.
 
         Args:
             channel: between them, in the order of their groups.

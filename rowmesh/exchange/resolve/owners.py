@@ -74,7 +74,7 @@ class Owners:
             self._is_always_plain[place] = owned.is_always_plain
 
     def release(self, first: int) -> PlainError | None:
-        """What batches before number `first` held is free: they have ended on all ranks. Returns what `decide` does."""
+        """Frees what batches before number `first` held: they have ended on all ranks. Returns what `decide` does."""
         failure: PlainError | None = None
         for owned in self._all:
             try:
