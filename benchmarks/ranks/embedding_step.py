@@ -19,7 +19,6 @@ from rowmesh.collection.pooling import Pooling
 from rowmesh.exchange.collective import CollectiveGroup, CollectiveTransport
 from rowmesh.exchange.copies import Copies, Relay
 from rowmesh.exchange.host_group import HostGroupExchange
-from rowmesh.exchange.one_sided import OneSidedTransport
 from rowmesh.exchange.resolve.asking import RequestRouter
 from rowmesh.exchange.resolve.owners import Owners
 from rowmesh.exchange.resolve.resolver import Resolver

@@ -21,8 +21,9 @@ from tests.run.test_publications import check
 from tests.support.redis_server import redis_server as redis_server
 
 KINDS = ["parquet", "rocksdb", "redis"]
+READ = ("network", "network_place", "open_rows", "close")
 CALLS = [
-    *(name for name in vars(Target) if not name.startswith("_") and name not in ("network", "open_rows", "close")),
+    *(name for name in vars(Target) if not name.startswith("_") and name not in READ),
     *(name for name in vars(PartWriter) if not name.startswith("_") and name != "deleted"),
 ]
 """What a publisher asks of a target and of the writer of a part, as the protocols have it."""
@@ -176,7 +177,7 @@ class Remembered:
         pass
 
 
-WRITTEN = ["open_target", *(call for call in CALLS if call not in ("manifest", "numbers", "remove", "network_place"))]
+WRITTEN = ["open_target", *(call for call in CALLS if call not in ("manifest", "numbers", "remove"))]
 """What a version cannot be published without; the others are asked for old ones, which may stay."""
 
 
