@@ -199,8 +199,8 @@ class Runner:
         Ranks that are closed at the same place have sent the same messages.
 
         Args:
-            when_silent: is called once no thread of this runner sends any more: before this returns, or by a thread that is
-                busy for longer, at its end.
+            when_silent: is called once no thread of this runner sends any more: before this returns, or at the end of a
+                thread that is busy for longer.
 
         Returns:
             The failure, where no other call has raised it.
