@@ -79,7 +79,7 @@ def show(run: Path, /) -> None:
 def compact_(run: Path, step: int | None = None, /) -> None:
     """Make a full checkpoint of an increment and what it adds to, in its place; increments of it add to the full one.
 
-    What it adds to stays until the run's next checkpoint is written, as far as keep_last and keep_every ask for it.
+    Checkpoints that it adds to stay until the run writes its next one; then keep_last and keep_every decide.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ def _position(loader: dict[str, Any]) -> str:
 
 
 def _chain_text(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What an increment adds to, and whether all of that is there."""
+    """Lines on the checkpoints that an increment adds to, and whether all of them are there."""
     from rowmesh.checkpoint import CheckpointError
     from rowmesh.checkpoint.chain import read_chain
 

@@ -128,13 +128,13 @@ def synthesize_events(
     out
         Folder to write; it appears whole or not at all, prepared.
     users
-        Each has 20 events or more, the last two of which are held out.
+        Number of users; each has 20 events or more, the last two of which are held out.
     items
-        No user sees one twice.
+        Number of items; no user sees an item twice.
     groups
-        Of items; what comes next depends on the group of the last item.
+        Number of groups of items; the next item depends on the group of the last item.
     mean_events
-        Of a user.
+        Mean number of events of a user.
     signal
         How much likelier some groups are than others: the standard deviation of the log of the transitions.
     seed
@@ -196,11 +196,11 @@ def prepare(
     split_by
         order cuts off the last samples (the later ones of a log), random a reproducible choice.
     seed
-        Of the random choice.
+        Seed of the random choice.
     min_count
         Ids seen less often in training share the last row of their table with unseen ones.
     max_bad_rows
-        Rows that may be malformed; they are kept in quarantine.jsonl. One more stops the preparation.
+        Rows that may be malformed; they are kept in quarantine.jsonl. A larger number stops the preparation.
     overwrite
         Replace a folder that an earlier call of this command wrote.
     reuse
@@ -276,7 +276,7 @@ def reorder(
     max_edges
         Pairs of ids that are looked at in each table; memory is about 100 bytes for each.
     seed
-        Of the choice of pairs.
+        Seed of the choice of pairs.
     overwrite
         Replace a folder that an earlier call of this command, or of prepare, wrote.
     reuse

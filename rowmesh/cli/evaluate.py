@@ -28,7 +28,7 @@ def evaluate(
     overrides
         Keys that replace those the run was trained with, as in `data.folder=elsewhere`.
     split
-        Which split; the run's test split by default. Of a run on raw rows, a file or folder of others, whose name
+        The split; by default the run's test split. For a run on raw rows, a file or folder of other rows, whose name
         the metrics get.
     other_vocabulary
         Accept data whose ids or dense features have another meaning than those the model was trained on.

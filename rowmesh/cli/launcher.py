@@ -14,7 +14,7 @@ from pathlib import Path
 from rowmesh._support.faults import reach
 
 GRACE_S = 20.0
-"""What a rank gets to clean up before it is killed; torchrun itself gives 30."""
+"""Time in which a rank can clean up before it is killed; torchrun itself gives 30 s."""
 _POLL_S = 1.0
 _INIT = 1  # adopts processes whose parent is gone
 

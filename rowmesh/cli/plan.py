@@ -57,9 +57,9 @@ def plan(
     strategy
         auto (the best of those compared), cyclic, partitioned, exact, or any other in the printed comparison.
     mode
-        What the plan is for: infer counts fetches alone, train also gradients and updates of copies.
+        Purpose of the plan: infer counts fetches alone, train also gradients and updates of copies.
     objective
-        What to minimize: the sum over links (total, auto) or the slowest_link.
+        The cost to minimize: the sum over links (total, auto) or the slowest_link.
     memory
         Limit for rows and optimizer state on a rank, as in 40GB or 512MiB.
     extra_memory
@@ -67,7 +67,7 @@ def plan(
     max_hops
         2 allows a node to merge its requests before it sends them to another; 1 does not.
     fetch_weight
-        What a fetched byte costs, relative to a byte of gradients; placement.fetch_weight by default, with mode train.
+        Cost of a fetched byte, relative to a byte of gradients; placement.fetch_weight by default, with mode train.
     count_batches
         Read the data once and count the batches that hold each row, instead of assuming that samples are independent.
     replicas

@@ -134,7 +134,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What to print and which files to write."""
+    """The texts to print and the files to write."""
 
     explain: str | None = None
     plan: Path | None = None

@@ -20,14 +20,14 @@ from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic.layout import num_kept, num_spare, rules_of, shards_of
 
 RESOLVE_BYTES = 24
-"""Of an id that a rank asks another for: the id with its count, and the frame in the answer."""
+"""Messages for an id that a rank requests from another: the id with its count, and the frame in the answer."""
 INDEX_BYTES = 40
-"""Of an id that a table knows: a record of four numbers, and its digest and slot."""
+"""The index entry of an id that a table knows: a record of four numbers, and its digest and slot."""
 
 
 @dataclass(frozen=True)
 class DynamicCost:
-    """What one dynamic table comes to.
+    """Memory and traffic of a dynamic table.
 
     Attributes:
         table: its name.
@@ -36,7 +36,7 @@ class DynamicCost:
         memory_bytes: of the rank that has most: rows, optimizer state and index at capacity.
         spare_bytes: of that rank, rows of spare frames if all were in use at once.
         lookups: rows that a rank gathers in a step.
-        link_bytes: what a rank receives in a step.
+        link_bytes: received by the rank that receives most in a step.
     """
 
     table: str
@@ -69,7 +69,7 @@ def dynamic_bytes(tables: Sequence[TableSpec], num_ranks: int) -> int:
 def dynamic_costs(
     tables: Sequence[TableSpec], data: TableData, topology: Topology, request: Request
 ) -> list[DynamicCost]:
-    """Of dynamic tables. Hashes spread ids over ranks as cyclic rows are spread, with the counts that the data have."""
+    """Costs of dynamic tables. Hashes spread ids over ranks as cyclic rows are spread, with the counts of the data."""
     found, size = [], topology.world_size
     for table in tables:
         seen = data.table(table.name).num_rows

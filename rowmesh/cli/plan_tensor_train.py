@@ -46,12 +46,12 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Compression:
-    """What tensor-train storage of one table comes to.
+    """Costs of tensor-train storage for a table.
 
     Attributes:
         table: its name.
         num_rows: its rows.
-        rows_bytes: of all of them and their optimizer state, over all ranks together.
+        rows_bytes: of all rows and their optimizer state, over all ranks together.
         num_distinct: distinct ids of a rank's batch.
         by_rank: for each tensor-train rank.
     """
@@ -81,7 +81,7 @@ def cores_bytes(tables: Sequence[TableSpec]) -> int:
 
 
 def compressions(config: Config, data: TableData, batch_size: int, ranks: Sequence[int]) -> Iterator[Compression]:
-    """What tensor-train storage would save and cost, for every large table; measures for about a second a table.
+    """Savings and costs of tensor-train storage for every large table; measures for about a second a table.
 
     Args:
         config: of the run.

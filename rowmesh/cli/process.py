@@ -21,7 +21,7 @@ def prepare_process() -> None:
 
 
 def slow_lines(ranks: int) -> list[str]:
-    """What is slow on this host with so many ranks, a line each; threads where a variable has chosen them."""
+    """Lines on what slows so many ranks on this host, one a finding; threads count where a variable sets them."""
     import torch
 
     from rowmesh.doctor.advice import standing

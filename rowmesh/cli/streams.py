@@ -1,6 +1,6 @@
 """Standard output and error that end no command, whatever they lead to.
 
-What a command does is worth more than what it says: a run whose terminal is closed, or whose output goes through
+The work of a command is worth more than its output: a run whose terminal is closed, or whose output goes through
 `head`, goes on in silence. Characters that an encoding lacks are written in ASCII.
 """
 

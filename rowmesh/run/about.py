@@ -1,4 +1,4 @@
-"""What a run is made of that follows from neither its configuration nor its plan, for its report."""
+"""Facts about a run that follow from neither its configuration nor its plan, for its report."""
 
 from __future__ import annotations
 

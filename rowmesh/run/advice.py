@@ -20,7 +20,7 @@ from rowmesh.run.targets import is_click
 from rowmesh.run.value_metrics import ValueMetrics
 
 MOST_IDS = 5_000_000
-"""Of the training split: with more, biases take too long."""
+"""Ids of the training split: with more, biases take too long."""
 PRIOR, SWEEPS = 5.0, 3
 LEAST_LEAD = 0.005  # of biases in AUC
 RISE, FALL = 0.005, 0.002  # shares of the least validation loss

@@ -119,9 +119,9 @@ class Checkpoints:
         return step != self.last and (is_asked or is_time)
 
     def write(self, step: int, state: Mapping[str, Any], *, has_best: bool) -> None:
-        """Writes one, with nothing under way, or begins to: `wait` then says when `last` is it.
+        """Writes a checkpoint, with no step under way, or begins to; after `wait`, `last` says whether it is there.
 
-        Collective: every rank calls it. One that is still being written is waited for before.
+        Collective: every rank calls it. It first waits for a checkpoint that is still being written.
 
         Args:
             step: after which it is.
@@ -129,8 +129,8 @@ class Checkpoints:
             has_best: whether the best model so far is part of it.
 
         Raises:
-            CheckpointWriteError: it cannot be written, or the one before could not, and `checkpoint.on_failure` is
-                "stop".
+            CheckpointWriteError: it cannot be written, or the checkpoint before could not, and `checkpoint.on_failure`
+                is "stop".
         """
         self.wait()
         self._tried = step
@@ -206,7 +206,7 @@ class Checkpoints:
         self._log(f"{text}; training goes on")
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What is known before anything else is read: whether a run can go on from it, and under which plan."""
+        """Metadata that are read before all else: whether a run can go on from here, and under which plan."""
         job = self._job
         return {
             "kind": "checkpoint",

@@ -1,4 +1,4 @@
-"""What a step refuses: values that are not finite, labels that are no labels, and lost peers."""
+"""Checks that end a step: values that are not finite, labels that are no labels, and lost peers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.run.metrics import check_labels, check_weights
 
 SETTING_UP = "setting up"
-"""What ranks do before the first step, for the message of a PeerError."""
+"""The work of ranks before the first step, for the message of a PeerError."""
 _LOST = re.compile(r"gloo|nccl|connection|timed out|broken pipe", re.IGNORECASE)
 
 

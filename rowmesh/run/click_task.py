@@ -23,7 +23,7 @@ from rowmesh.run.task import StepBatch, TrainingLoader
 
 @dataclass(frozen=True, eq=False)
 class ClickTask(LabelledTask[Prepared]):
-    """What every model but those of sequences does."""
+    """The task of every model but those of sequences, on prepared samples."""
 
     def check(self) -> None:
         """Refuses splits that are not there, and losses that do not fit the labels."""
@@ -31,7 +31,7 @@ class ClickTask(LabelledTask[Prepared]):
         targets_of(self.config, self.data)
 
     def fingerprint(self) -> Fingerprint:
-        """Of vocabularies and dense features."""
+        """Digests of vocabularies and dense features; see `rowmesh.run.fingerprint`."""
         return fingerprint(self.data)
 
     def check_split(self, key: str, split: str) -> str:
@@ -45,7 +45,7 @@ class ClickTask(LabelledTask[Prepared]):
         return self.config.data.test if self.config.data.test in self.data.splits else ""
 
     def loader(self, job: Job, *, validates: bool, is_asked: Callable[[], bool]) -> TrainingLoader:
-        """Of the training split, but for what is cut off for validation."""
+        """The loader of the training split, without the samples that are cut off for validation."""
         return job.loader(
             training_source(self.config, self.data, validates=validates), shuffle=self.config.data.shuffle
         )
@@ -90,7 +90,7 @@ class ClickTask(LabelledTask[Prepared]):
         return results(split, evaluation, self.data.splits[split])
 
     def optimum(self, split: str) -> dict[str, float] | None:
-        """Of the true probabilities."""
+        """Scores of the true probabilities, where the data were drawn from a model."""
         return self.data.splits[split].optimum
 
     def advice(self, job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Evaluation | None) -> list[str]:

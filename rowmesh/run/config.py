@@ -1,4 +1,4 @@
-"""What a training run is: every section and key of its TOML file, with their defaults.
+"""The configuration of a training run: every section and key of its TOML file, with their defaults.
 
 Nothing is derived here; `rowmesh.run.resolve` reads files and overrides, and reports mistakes. A key that a class of
 the library has, too, is declared there: the section takes its default, and `rowmesh.run.section.shared` hands it on.
@@ -73,14 +73,14 @@ class DataConfig(Section):
     """The training data.
 
     Attributes:
-        folder: a prepared data set, as `rowmesh data prepare` writes it. Of raw data a folder of files, a file, or the
-            URL of a Redis server, in which `$NAME` stands for a variable of the environment.
+        folder: a prepared data set, as `rowmesh data prepare` writes it. For raw data, a folder of files, a file, or
+            the URL of a Redis server, in which `$NAME` stands for a variable of the environment.
         source: whether the data are prepared, or raw rows as they come.
         raw_schema: of raw data: criteo, avazu or a TOML file, as `rowmesh data prepare --schema` takes it.
         stream: of raw data on a Redis server: the key of the stream.
         follow: of raw data: whether to wait for more files (until there is one called `_END`), or entries.
-        hash_seed: of raw data: of the hash that makes ids of text.
-        max_bad_rows: of raw data: how many rows may be of no use, on each rank; one more is an error.
+        hash_seed: of raw data: the seed of the hash that turns text into ids.
+        max_bad_rows: of raw data: how many rows may be unusable, on each rank; a larger number is an error.
         batch_size: samples a step over all ranks together; auto: by the number of training samples.
         shuffle: whether every epoch visits the samples in another (reproducible) order.
         train: the split to train on.
@@ -125,7 +125,7 @@ class DataConfig(Section):
 
     @property
     def raw_test(self) -> str:
-        """Of raw data: where rows for evaluation are; "" for none."""
+        """The place of raw rows for evaluation; "" for none."""
         return "" if self.test == type(self).model_fields["test"].default else self.test
 
 

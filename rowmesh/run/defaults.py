@@ -1,6 +1,6 @@
-"""What a run takes where its configuration says auto: by the number of its training samples alone.
+"""Defaults of a run where its configuration says auto, chosen by the number of training samples alone.
 
-A function of the configuration and of the data's metadata, which are the same on all ranks, so that all choose alike.
+They follow from the configuration and the data's metadata, which are the same on all ranks, so that all choose alike.
 The numbers come from `python -m benchmarks.own_data`: about 200 steps an epoch, and rates that grow with the batch.
 """
 

@@ -34,7 +34,7 @@ def use_device(config: Config) -> str:
     """Makes a GPU this rank's current one, if it is to use any: ranks of a host take one after the other.
 
     Returns:
-        What to hand to an `EmbeddingCollection`.
+        The device for an `EmbeddingCollection`.
     """
     if config.train.device == "cuda" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -66,7 +66,7 @@ class Drift:
         return "" if self._step % self._rules.check_every else self._check()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that is resumed goes on with, in plain values; a plan that is being made is made anew then."""
+        """The state for a resumed run, in plain values; a plan that is being made is left out, and made anew then."""
         predicted = None if self.predicted is None else self.predicted.to_plain()
         return {"step": self._step, "reason": self._reason, "predicted": predicted}
 

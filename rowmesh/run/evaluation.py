@@ -47,12 +47,12 @@ class Evaluation:
 
     @property
     def auc(self) -> float:
-        """Of the first label."""
+        """The AUC of the first label."""
         return self.first.auc
 
     @property
     def log_loss(self) -> float:
-        """Of the first label."""
+        """The log-loss of the first label."""
         return self.first.log_loss
 
     @property

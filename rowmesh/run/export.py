@@ -45,7 +45,7 @@ CHUNK_BYTES = 1 << 24  # of vectors in memory at a time, and in a group of rows 
 
 @dataclass(frozen=True)
 class Exported:
-    """One table that was written.
+    """A table that was written.
 
     Attributes:
         table: its name.
@@ -72,9 +72,9 @@ def export(
 ) -> list[Exported]:
     """Writes the tables of a finished run by the values of the raw data, and its dense network.
 
-    Of a dynamic table there are the ids that it knows. The last line of another one is the row that rare and unseen
-    values share; its value is null, as is that of the line
-    for missing values, if there is one. Memory is bounded, whatever the size of the tables.
+    A dynamic table has a line for each id that it knows. The last line of any other table is the row that rare and
+    unseen values share; its value is null, as is the value of the line for missing values, if there is such a line.
+    Memory is bounded, whatever the size of the tables.
 
     Args:
         run: the run's folder.
@@ -164,7 +164,7 @@ def _write(saved: SavedRows, data: Prepared, folder: Path, progress: Progress) -
 
 
 def _write_known(saved: SavedKnown, data: Prepared, folder: Path, progress: Progress) -> Exported:
-    """Of a dynamic table the ids that it knows; `count` is how often the table has seen each."""
+    """Writes the ids that a dynamic table knows; `count` is how often the table has seen each."""
     path, values = folder / f"{file_stem(saved.table)}.parquet", data.vocabulary(saved.table)
     vector = pa.list_(pa.from_numpy_dtype(as_float(torch.empty(0, dtype=saved.dtype)).dtype), saved.dim)
     schema = pa.schema({"id": pa.int64(), "value": values.type, "count": pa.int64(), "vector": vector})

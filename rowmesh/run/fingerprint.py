@@ -1,4 +1,4 @@
-"""What the numbers of a data set mean, as digests: a model understands no others than those it was trained on."""
+"""Digests of what the numbers of a data set mean: a model understands only the meaning that it was trained on."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Buckets:
     """Gradients of a network, sent bucket by bucket, from the last parameters to the first.
 
     A bucket is sent when it has all its gradients and those behind it were sent: all ranks send in the same order,
-    whichever of their layers get gradients. What has none is sent at the end.
+    whichever of their layers get gradients. Buckets that lack gradients are sent at the end.
 
     Args:
         mesh: the ranks, several of them.
@@ -199,7 +199,7 @@ def cut(parameters: Sequence[torch.Tensor], least_bytes: int) -> tuple[list[int]
 
 
 def saved_buffers(network: nn.Module) -> dict[str, torch.Tensor]:
-    """What a network saves beside its parameters, by name: running means say."""
+    """Tensors that a network saves beside its parameters, by name, such as running means."""
     parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
     saved = network.state_dict()
     return {

@@ -55,7 +55,7 @@ class GraphedNetwork:
         return network(dense, vectors)
 
     def _recorded(self, dense: Tensor, vectors: Tensor) -> Network:
-        # Graphs keep these tensors and copy every batch into them. Of those only the vectors get a gradient.
+        # Graphs keep these tensors and copy every batch into them. Only the vectors get a gradient.
         samples = dense.detach().clone(), vectors.detach().clone().requires_grad_()
         try:
             graphed = self._record(_Whole(self._network), samples)
@@ -80,7 +80,7 @@ class _Whole(nn.Module):
 
 
 def training_network(network: nn.Module, config: Config) -> Network:
-    """What computes logits in training: the network, or graphs of it."""
+    """The network that computes logits in training: the given network, or CUDA graphs of it."""
     return GraphedNetwork(network) if config.train.cuda_graphs == "on" else network
 
 

@@ -57,7 +57,7 @@ class Job:
 
     @property
     def schema(self) -> Schema:
-        """Of samples with labels, prepared or raw."""
+        """The schema of samples with labels, prepared or raw."""
         assert isinstance(self.data, Prepared | RawData)
         return self.data.schema
 

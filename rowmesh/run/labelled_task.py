@@ -42,7 +42,7 @@ class LabelledTask(Generic[Data]):
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """One for each label."""
+        """Targets, one for each label."""
         return self._targets
 
     @cached_property
@@ -76,7 +76,7 @@ class LabelledTask(Generic[Data]):
         return False
 
     def linear_rows(self) -> int:
-        """One a sample."""
+        """Rows, one for each sample of a step."""
         return chosen(self.config.data.batch_size)
 
     @property
@@ -102,7 +102,7 @@ class LabelledTask(Generic[Data]):
         return Computed(job.loss(logits, labels, weights), logits, labels, weights)
 
     def describe_loss(self, job: Job) -> str:
-        """Of what it is the sum."""
+        """The terms of the loss; see `click_loss`."""
         return click_loss(job)
 
 

@@ -78,15 +78,15 @@ def train(trainer: Trainer, run: RunFolder, publications: Publications, console:
 
 
 class _Loop:
-    """What comes between the steps of a run.
+    """The work between the steps of a run: the log, evaluations, checkpoints and publications.
 
     Args:
         trainer: does the steps.
         log: of the run.
         checkpoints: of the run.
-        publications: versions for who serves.
+        publications: versions for readers that serve the model.
         best: the best model so far.
-        drift: what follows the traffic.
+        drift: keeps the plan up to date with the traffic.
 
     Attributes:
         steps: how batches are gone through.
@@ -121,14 +121,14 @@ class _Loop:
             self._write()
             trainer.is_between = True
             trainer.clock.begin()
-        if trainer.total_steps is None and self._interval.steps:  # nobody knew that it was the last one
+        if trainer.total_steps is None and self._interval.steps:  # raw rows ended: the last step came unannounced
             self._end_interval()
         self._checkpoints.wait()  # a signal that comes meanwhile is heeded
         if trainer.requests.agree():
             self._checkpoint()
 
     def standing(self) -> Standing:
-        """What this rank stands at, wherever it is."""
+        """The position of this rank in the run, between steps or amid one."""
         step, trainer = self._trainer.step, self._trainer
         lines = [step - step % every for every in (self._config.train.log_every, self._eval_every) if every]
         return Standing(step, trainer.is_between, self._interval.to_plain(trainer.loader.waited_s), max(lines))

@@ -18,8 +18,8 @@ class Losses:
 
     On a CPU every loss is looked at as soon as it is there. A device is not waited for: its losses come to the host
     beside what it computes next, and are looked at LAG losses later, by which time they are there, and the device has
-    enough to do should the host wait nevertheless. What was updated in between with gradients of a loss that is not
-    finite is lost with the run: `rest` finds it before anything is written.
+    enough to do should the host wait nevertheless. Updates made in between with gradients of a loss that is not finite
+    are lost with the run: `rest` finds the loss before anything is written.
 
     Args:
         device: where losses are computed.

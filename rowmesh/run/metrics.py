@@ -68,7 +68,7 @@ class Metrics:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """The metrics that another rank sent."""
         return cls(**dict(values, score_bins=ScoreBins.from_plain(values["score_bins"])))
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in the user's words: key, value, what to write instead."""
+"""Mistakes in a configuration, in the user's words: key, value, what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dense network of a run takes on every rank, before any of it is there."""
+"""Memory of a run's dense network on every rank, estimated before the run allocates it."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class ModelError(ConfigurationError):
 
 
 def find_class(name: str) -> type[nn.Module]:
-    """The class of a model of rowmesh's, or `package.module:Class`, found where Python looks and in this folder.
+    """Finds the class of one of rowmesh's models, or `package.module:Class` where Python looks and in this folder.
 
-    Of dlrm it is the one for tables of different dims.
+    For dlrm it is the class for tables of different dims.
 
     Raises:
         ModelError: there is none, its module fails, or it is no `torch.nn.Module`.

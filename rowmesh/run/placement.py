@@ -157,7 +157,7 @@ def shapes_of(config: Config, data: TableData) -> list[TableShape]:
 
 
 def placed_shapes(config: Config, data: TableData) -> list[TableShape]:
-    """Those whose rows a search places: of dynamic tables hashes of ids say where they are."""
+    """The tables whose rows a search places; rows of dynamic tables lie where hashes of their ids say."""
     tables = stored_tables(table_specs(config.tables, data))
     return [TableShape.of(table) for table in tables if not table.takes_any_id]
 
@@ -187,10 +187,10 @@ def run_topology(config: Config, mesh: Mesh) -> Topology:
 
 
 def wanted_replicas(config: Config, data: TableData) -> dict[str, int]:
-    """Of each table with rows, as configured; 1 where prediction is to choose.
+    """The number of replicas of each table with rows, as configured; 1 where prediction is to choose.
 
     Raises:
-        ConfigurationError: replicas are asked for of a tensor-train table.
+        ConfigurationError: the configuration asks for replicas of a tensor-train table.
     """
     tables, of_all = config.tables, 1 if config.parallel.replicas == "auto" else config.parallel.replicas
     specs = table_specs(tables, data)

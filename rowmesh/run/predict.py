@@ -33,12 +33,12 @@ _QUARANTINED = b'{"file": '  # how lines of bad rows begin
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a prediction wrote.
+    """The result of a prediction.
 
     Attributes:
-        num_rows: with a score.
-        means: of the scores, by the name of their column.
-        bad_rows: without one; they are in `quarantine`.
+        num_rows: rows with a score.
+        means: mean scores, by the name of their column.
+        bad_rows: rows without a score; they are in `quarantine`.
         quarantine: the file of bad rows, None without any.
         ids, unseen: by feature, how many ids there were, and how many of them have no row of their own.
     """

@@ -60,7 +60,7 @@ class Progressive:
         return predictions.metrics(self._job.mesh, DOING)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was collected of a window that is not over, of all ranks, on rank 0. Collective."""
+        """The samples of all ranks, on rank 0, that a window which is not over has so far. Collective."""
         mesh = self._job.mesh
         columns = {
             "outputs": [outputs for outputs, _, _ in self._parts],

@@ -66,14 +66,14 @@ class Publications:
     def write(self, step: int, log: Log) -> None:
         """Publishes a version, with nothing under way. Collective and blocking.
 
-        One that this run published before it was interrupted is left out.
+        Versions that this run published before it was interrupted are left out.
 
         Args:
             step: after which it is.
             log: prints a line for the user.
 
         Raises:
-            StoreError: it cannot be, and `publish.on_failure` is "stop".
+            StoreError: the version cannot be published, and `publish.on_failure` is "stop".
         """
         self._tried = step
         self._attempt(step, log, lambda: step > self._before, otherwise="training goes on")
@@ -160,10 +160,10 @@ class Publications:
         return generation
 
     def _changes_of(self, shard: TableShard, changed: Changed | None) -> Changes:
-        """What this rank is to publish of a table.
+        """The changes of a table that this rank publishes.
 
-        An id that is demoted is published when its record is put: its row may have changed before. One that comes back
-        is, when its row changes.
+        An id that is demoted is published when its record is put: its row may have changed before. An id that comes
+        back is published when its row changes.
         """
         mesh, readers_have = self._job.mesh, self._ids.get(shard.spec.name, np.empty(0, np.int64))
         rows = _as_float32(shard.vectors(changed, mesh.rank, mesh.world_size))
@@ -171,7 +171,7 @@ class Publications:
 
 
 def _published(table: TableSpec, seed: int) -> PublishedTable:
-    """A table for readers. Of one that is not dynamic all rows are published, so that other ids are mistakes."""
+    """A table for readers. All rows of a table that is not dynamic are published, so that other ids are mistakes."""
     if table.dynamic is not None:
         return PublishedTable(dim=table.dim, initializer=table.initializer, seed=seed, missing=table.dynamic.missing)
     return PublishedTable(dim=table.dim, initializer=Constant(), missing="error")

@@ -95,7 +95,7 @@ def check_raw(values: dict[str, Any]) -> None:
 
 
 class Following:
-    """Lets ranks that follow a source take a batch when all have it, and end together when one is asked to.
+    """Lets ranks that follow a source take a batch when all have it, and end together when any rank is asked to.
 
     Args:
         mesh: the ranks.
@@ -106,7 +106,7 @@ class Following:
         self._mesh, self._is_asked = mesh.with_process_group("following"), is_asked
 
     def __call__(self, mine: Readiness) -> Readiness:
-        """What all ranks do now; sleeps, where that is to wait. Collective: every rank calls it for every batch."""
+        """The state of all ranks together; sleeps where they wait. Collective: every rank calls it for every batch."""
         everyone = gather_objects(self._mesh, [mine, bool(self._is_asked())], DOING)
         states = {state for state, _ in everyone}
         if states == {"ready"}:

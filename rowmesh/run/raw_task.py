@@ -27,7 +27,7 @@ MAX_BAD_ROWS = "data.max_bad_rows"
 
 @dataclass(frozen=True, eq=False)
 class RawTask(LabelledTask[RawData]):
-    """What models of clicks do with raw rows: as with prepared ones, but for splits and all that counts samples."""
+    """The task of models of clicks on raw rows: as on prepared samples, but for splits and all that counts samples."""
 
     def check(self) -> None:
         """Refuses what is not there to be read, and losses that do not fit the labels."""
@@ -47,7 +47,7 @@ class RawTask(LabelledTask[RawData]):
         return self.data.schema.score is not None
 
     def fingerprint(self) -> Fingerprint:
-        """Of the hash of ids, and of dense features."""
+        """Digests of the hash of ids and of dense features; see `rowmesh.run.fingerprint`."""
         return raw_fingerprint(self.data)
 
     def check_split(self, key: str, split: str) -> str:
@@ -93,7 +93,7 @@ class RawTask(LabelledTask[RawData]):
         return evaluate(job, "test", on_batch, self.rows_of(job, split))
 
     def rows_of(self, job: Job, split: str) -> RawLoader:
-        """Those of a folder or file that models are evaluated on."""
+        """The rows of a folder or file on which models are evaluated."""
         return self._loader(job, FewBadRows(self.config.data.max_bad_rows, MAX_BAD_ROWS), split)
 
     def validate(self, job: Job) -> Evaluation:
@@ -101,7 +101,7 @@ class RawTask(LabelledTask[RawData]):
         raise NotImplementedError
 
     def num_evaluation_batches(self, split: str) -> None:
-        """Nobody knows."""
+        """None: raw rows are not counted before they are read."""
 
     def chosen_by(self, loss: float | None) -> dict[str, float | None]:
         """Nothing: the last model is kept."""

@@ -1,4 +1,4 @@
-"""What a run prints: its choices and their reasons, and how good the result is."""
+"""The lines that a run prints: its choices and their reasons, and how good the result is."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _warn_of_warmup(schedule: ScheduleConfig, total_steps: int | None) -> list[s
 
 
 def click_loss(job: Job) -> str:
-    """What the loss is made of, where it is not the log-loss of one label."""
+    """The terms of the loss; "" where it is the log-loss of one label, without sample weights."""
     weight = job.schema.weight
     if is_click(job.targets) and weight is None:
         return ""
@@ -109,7 +109,7 @@ def _term(target: Target) -> str:
 
 
 def model_text(metadata: Mapping[str, Any]) -> str:
-    """Of which step a model is, and whether it is the best of its run.
+    """The step of a model, and whether it is the best of its run.
 
     >>> model_text({"steps": 30, "trained_steps": 50, "validation_log_loss": 0.5, "is_best": True})
     'the best of 50 steps: after step 30, validation log-loss 0.50000'

@@ -140,5 +140,5 @@ class Requests:
 
 
 def _signals() -> list[Any]:
-    """Those by which schedulers announce the end of a job; Windows has no SIGUSR1."""
+    """Signals by which schedulers announce the end of a job; Windows has no SIGUSR1."""
     return [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]

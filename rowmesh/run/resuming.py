@@ -30,8 +30,8 @@ from rowmesh.run.same_model import model_differences
 from rowmesh.run.table_data import TableData
 
 Resume = Literal["no", "latest", "auto"]
-"""What a run does with the checkpoints in its folder: nothing ("no"); it goes on from the newest, and is refused where
-there is none ("latest"), or begins there ("auto")."""
+"""The use of the checkpoints in a run's folder. "no": none; "latest" and "auto": the run goes on from the newest. Where
+there is no checkpoint, "latest" refuses the run, and "auto" begins it."""
 RESUMING = "resuming the run"
 
 
@@ -146,11 +146,11 @@ def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[
         log: prints a line for the user.
 
     Returns:
-        What was saved beside the rows.
+        The state that was saved beside the rows.
 
     Raises:
-        CheckpointError: all of them are damaged, says how. Or one that is not damaged does not fit, or the system
-            refused to read it, which says nothing of it: none is removed.
+        CheckpointError: all of them are damaged; the message says how. Or an undamaged checkpoint does not fit, or the
+            system refused to read it, which does not show damage: none is removed.
     """
     reasons: list[str] = []
     series = series_of(job.config, run)

@@ -149,7 +149,7 @@ class _Collector:
         self._numbers = torch.cat([self._numbers, numbers])[order]
 
     def items(self) -> SplitItems:
-        """What was collected."""
+        """The items that were collected."""
         ranks, count = self._mesh.world_size, len(self._ids)
         begins = torch.tensor([0, *((count - rank + ranks - 1) // ranks for rank in range(ranks))]).cumsum(0)
         places = begins[self._numbers % ranks] + self._numbers // ranks
@@ -201,5 +201,5 @@ def evaluate_retrieval(
 
 
 def trained_row(evaluation: RankingEvaluation) -> tuple[str, Mapping[str, float]]:
-    """What training reached, as a row of `ranking_table`."""
+    """The metrics of the trained model, as a row of `ranking_table`."""
     return "trained", {name: mean.value for name, mean in evaluation.means.items()}

@@ -32,7 +32,7 @@ from rowmesh.run.task import Computed, StepBatch, TrainingLoader
 
 @dataclass(frozen=True, eq=False)
 class _Retrieves(LabelledTask[Data]):
-    """What the softmax over items changes, wherever samples come from."""
+    """The part of a task that the softmax over items changes, wherever samples come from."""
 
     @property
     def is_relative(self) -> bool:
@@ -98,15 +98,15 @@ class _Retrieves(LabelledTask[Data]):
 
 @dataclass(frozen=True, eq=False)
 class RetrievalTask(_Retrieves[Prepared], ClickTask):
-    """Of prepared samples."""
+    """The task of retrieval on prepared samples."""
 
     def check(self) -> None:
-        """As of clicks; refuses keys that do not go with the softmax, too."""
+        """As `ClickTask.check`; refuses keys that do not go with the softmax, too."""
         super().check()
         self.refuse()
 
     def loader(self, job: Job, *, validates: bool, is_asked: Callable[[], bool]) -> TrainingLoader:
-        """As of clicks. Collective."""
+        """As `ClickTask.loader`. Collective."""
         self.meet(job)
         return super().loader(job, validates=validates, is_asked=is_asked)
 
@@ -123,10 +123,10 @@ class RetrievalTask(_Retrieves[Prepared], ClickTask):
 
 @dataclass(frozen=True, eq=False)
 class RawRetrievalTask(_Retrieves[RawData], RawTask):
-    """Of raw rows."""
+    """The task of retrieval on raw rows."""
 
     def check(self) -> None:
-        """As of clicks; refuses keys that do not go with the softmax, too."""
+        """As `RawTask.check`; refuses keys that do not go with the softmax, too."""
         super().check()
         self.refuse()
 

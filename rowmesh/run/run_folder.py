@@ -38,8 +38,8 @@ WHOLE, LEAVING, FORMER = "whole.json", ".former.partial", ".former"
 it. See [Note: the exchange]."""
 _PARTIAL = r"\..*\.partial"
 _BEGUN = rf"\.{re.escape(MANIFEST)}\..*\.partial"  # a crash came while the first file was written
-_OF_CLAIM = (MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, WHOLE)  # nobody else writes these
-# What a run writes, and what it writes in there where that is a folder.
+_OF_CLAIM = (MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, WHOLE)  # only a claim writes these
+# Files and folders that a run writes, each folder with a pattern of the names in it.
 CONTENTS = {
     **dict.fromkeys((MANIFEST, CONFIG, ENVIRONMENT, ABOUT, PLAN, FIRST_PLAN, TRACE, REPORT, COMPARED), ""),
     **dict.fromkeys(("metrics.jsonl", "counters.jsonl"), ""),
@@ -56,9 +56,9 @@ CONTENTS = {
 #   1. `unfinished/model` is there: the new run is whole, and readers still find the former one.
 #   2. `unfinished/whole.json` lists what the former run has in the folder. From here on readers find the new run alone,
 #      and write into `unfinished/`: what the list names in the folder is the former run's.
-#   3. What is listed moves to `unfinished/.former.partial`.
-#   4. That becomes `.former`: the folder has nothing of the former run. What comes into it from here on stays.
-#   5. What the new run has in `unfinished/` moves into the folder.
+#   3. The listed files and folders move to `unfinished/.former.partial`.
+#   4. That becomes `.former`: the folder has nothing of the former run. Files that come into it from here on stay.
+#   5. The files and folders of the new run in `unfinished/` move into the folder.
 #   6. `whole.json` goes. `unfinished/` has nothing but `.former`, which is removed in any order.
 # None of 3 to 6 takes room on the disk.
 
@@ -444,7 +444,7 @@ def _finish_exchange(folder: Path) -> None:
 
 
 def _former_names(path: Path) -> list[str]:
-    """What a run that is replaced has in its folder.
+    """Names of the files and folders that a replaced run has in its folder.
 
     Raises:
         RowmeshError: the list is damaged.
@@ -504,7 +504,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 
 
 def _strangers(folder: Path) -> Iterator[str]:
-    """What lies in the folder, or in a folder of it, and was not written by a run. Links are not followed."""
+    """Names in the folder, or in a folder of it, that no run wrote. Links are not followed."""
     for path in folder.iterdir():
         is_folder = path.is_dir() and not path.is_symlink()
         if path.name == UNFINISHED and is_folder:
@@ -518,9 +518,9 @@ def _strangers(folder: Path) -> Iterator[str]:
 
 
 def _clear(folder: Path) -> None:
-    """Removes everything that a run writes, except the lock: of a link the link, not what it leads to.
+    """Removes everything that a run writes, except the lock. Links are removed, and what they lead to stays.
 
-    What marks the folder as a run's goes last: where a crash comes before, the next run may remove the rest.
+    The manifest, which marks the folder as a run's, goes last: after a crash the next run may remove the rest.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path.name == MANIFEST):
         if path.name in CONTENTS or path.name == UNFINISHED or _is_partial(path):

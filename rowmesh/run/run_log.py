@@ -39,7 +39,8 @@ _TIER = ("rows_found", "rows_forwarded", "rows_read", "bytes_read", "rows_initia
 class RunLog:
     """Writes on rank 0; on other ranks only the collectives of `flush` happen.
 
-    What cannot be written (a full disk) is counted and said, and ends no run: see `rowmesh._support.records`.
+    Records that cannot be written (a full disk) are counted and reported, and end no run: see
+    `rowmesh._support.records`.
 
     Args:
         job: what is trained.
@@ -67,7 +68,7 @@ class RunLog:
     def interval(self, step: int, *, loss: float, samples_per_s: float, memory_bytes: int, **record: Any) -> None:
         """Writes the means of an interval that ends with `step`. Collective: every rank calls it.
 
-        What is a list goes into `metrics.jsonl` alone.
+        Lists go into `metrics.jsonl` alone.
         """
         self._flush()
         hit_rate = _hit_rate(self._decided)
@@ -131,7 +132,7 @@ class RunLog:
 
 
 def _trackers(job: Job, run: RunFolder, log: Callable[[str], None], after: int) -> Trackers:
-    """Those that are configured; of the folder's own name, wherever the run writes until it is done."""
+    """The configured trackers, under the folder's own name, wherever the run writes until it is done."""
     wanted, named = job.config.run, Path(job.config.run.folder).name
     more = {}
     if wanted.prometheus_file:

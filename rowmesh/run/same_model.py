@@ -52,7 +52,7 @@ def _forget_growth(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _of_model(config: Config, tables: list[str]) -> dict[str, Any]:
-    """Of the keys those that matter; None is left out, as in files."""
+    """The keys on which the model depends, with their values; None is left out, as in files."""
     values = config.model_dump(exclude=set(_FREE_SECTIONS), exclude_none=True)
     for section, keys in _FREE_KEYS.items():
         values[section] = {key: value for key, value in values[section].items() if key not in keys}

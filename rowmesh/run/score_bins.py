@@ -23,11 +23,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreBins:
-    """What lies in each bin, from the lowest scores up; empty without samples.
+    """Bins of scores, from the lowest scores up; empty without samples.
 
     Attributes:
-        highest: the highest logit in it.
-        samples: how many.
+        highest: the highest logit in each bin.
+        samples: how many samples each bin has.
         positives: how many of them have label 1.
         predicted: the sum of their predicted probabilities.
     """

@@ -50,10 +50,10 @@ def default_of(kind: Callable[..., object], argument: str) -> Any:
 
 
 def shared(section: Section, kind: Callable[..., object]) -> dict[str, Any]:
-    """The values of those keys of a section that are arguments of a class of the library, too, by the same names.
+    """The values of the keys of a section that are arguments of a class of the library, too, by the same names.
 
-    Such a key is declared in the library, which says what it means: the section has its default from there, and adds
-    what values may be.
+    The library declares such a key and says what it means: the section has its default from there, and adds what values
+    may be.
     """
     names = signature(kind).parameters.keys() & type(section).model_fields.keys()
     return {name: getattr(section, name) for name in names}

@@ -42,7 +42,7 @@ def whole(data: Prepared, split: str) -> Part:
 
 
 def validation_source(config: Config, data: Prepared) -> Part | None:
-    """What is validated on: the split of that name, or the last samples of the training split; None: nothing is left.
+    """The samples to validate on: the validation split, or the last of the training split; None: nothing is left.
 
     Samples of a log are in order of time, so that the last are the most like those to come.
     """
@@ -56,7 +56,7 @@ def validation_source(config: Config, data: Prepared) -> Part | None:
 
 
 def training_source(config: Config, data: Prepared, *, validates: bool) -> Part:
-    """What is trained on: the training split, but for what is cut off for validation."""
+    """The samples to train on: the training split, without those that are cut off for validation."""
     held_out = validation_source(config, data) if validates else None
     if held_out is None or not held_out.is_cut:
         return whole(data, config.data.train)

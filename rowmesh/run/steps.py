@@ -34,11 +34,11 @@ class Trains(Protocol):
     step: int
 
     def train_step(self, batch: StepBatch) -> float:
-        """One step; returns the sum of the losses of this rank that became known."""
+        """Trains on a batch; returns the sum of the losses of this rank that became known."""
         ...
 
     def train_window(self, window: BatchInFlight[StepBatch]) -> float:
-        """One step by micro-batches; returns the same."""
+        """Trains on a batch by micro-batches; returns the same."""
         ...
 
 

@@ -60,7 +60,7 @@ class EarlyStopping:
         return 0 < self.patience <= self.since_best
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that continues needs to decide as if it had not been interrupted."""
+        """The state with which a run that continues decides as if it had not been interrupted."""
         return {"losses": dict(self.losses), "best_step": self.best_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

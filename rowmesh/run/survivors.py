@@ -1,14 +1,14 @@
-"""Survivors: where ranks are lost, a replica group that is whole writes what it stands at, so that no step is lost.
+"""Survivors: when ranks are lost, a replica group that is whole writes a checkpoint, so that no step is lost.
 
 With exact replicas each replica group holds all rows. When a rank dies, the ranks of a group that is still whole meet,
 compare which step they stand after, and write a checkpoint of it before they end; the run that is started again goes on
 from there. They meet through the store of the launcher, in a process group of their own.
 
-What batches that were opened since then decided in dynamic tables is taken back. Cores of tensor-train tables are the
+Dynamic tables take back the decisions of batches that were opened after that step. Cores of tensor-train tables are the
 same on all ranks.
 
-Where that cannot be (a rank died amid an update, so that ranks stand after different steps), the last checkpoint is
-what there is.
+Where no group can write (a rank died amid an update, so that ranks stand after different steps), the run goes on from
+its last checkpoint.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _LONGEST_S = 15.0  # torchrun waits 30 before it kills
 
 
 class Standing(NamedTuple):
-    """What a rank stands at.
+    """The position of a rank in the run.
 
     Attributes:
         step: steps that its network has.
-        is_between: whether it is between two steps, and all that followed the first, a line of the log say, is done.
+        is_between: whether it is between two steps, and all work after the first, such as a line of the log, is done.
         interval: what has added up for the next line of the log.
         lines: the step of the last line that the log must have by then; 0: none.
     """
@@ -257,7 +257,7 @@ class _RowsOfGroup:
         """No-op: exact replicas do not differ."""
 
     def shards(self, which: Which, /) -> Sequence[TableShard]:
-        """Those that this rank owns within its group: of dynamic tables nobody else there knows what it knows."""
+        """The shards that this rank owns in its group, where no other rank knows its ids of dynamic tables."""
         return self._embeddings.shards("group")
 
 

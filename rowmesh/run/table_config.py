@@ -105,7 +105,7 @@ class DynamicConfig(Section):
 
 
 class TableConfig(Section):
-    """One table, or the defaults of all tables.
+    """The configuration of a table, or the defaults of all tables.
 
     Attributes:
         dim: length of a row.

@@ -42,12 +42,12 @@ class TableData(Protocol):
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """What is known of the ids of each feature."""
+        """The tables that the data need, each with facts about its ids."""
         ...
 
     @property
     def splits(self) -> Mapping[str, Split]:
-        """Those that there are."""
+        """The splits of the data, by name."""
         ...
 
     def table(self, name: str) -> Table:

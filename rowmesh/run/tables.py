@@ -22,7 +22,7 @@ from rowmesh.tables.update_rules import RULES, UpdateRule
 
 
 def table_specs(config: TablesConfig, data: TableData) -> tuple[TableSpec, ...]:
-    """One table for each vocabulary of the data set, in the order of the features that they are named after.
+    """The tables, one for each vocabulary of the data set, in the order of the features that they are named after.
 
     Raises:
         ConfigurationError: a section names no table, or an option does not belong to what it is given for.

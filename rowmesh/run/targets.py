@@ -20,7 +20,7 @@ Loss = Literal["binary", "mse", "softmax"]
 
 @dataclass(frozen=True)
 class Target:
-    """One label, as it is trained on.
+    """A label, as models are trained on it.
 
     Attributes:
         name: the label.
@@ -47,7 +47,7 @@ def is_click(targets: Sequence[Target]) -> bool:
 
 
 def targets_of(config: Config, data: DataSet) -> tuple[Target, ...]:
-    """What a run predicts, in the order of the labels.
+    """The targets of a run, in the order of the labels.
 
     Raises:
         ConfigurationError: a binary loss meets a label that is not of 0 and 1, or a loss weight names no label.
@@ -77,7 +77,7 @@ def targets_of(config: Config, data: DataSet) -> tuple[Target, ...]:
 
 
 def _training_means(config: Config, data: DataSet) -> dict[str, float]:
-    """Of each label; 0 where there is no such split, which is refused elsewhere."""
+    """The training mean of each label; 0 without a training split, which is refused elsewhere."""
     split = data.splits.get(config.data.train)
     return {name: split.label_means[name] if split else 0.0 for name in data.schema.label_names}
 

@@ -28,7 +28,7 @@ from rowmesh.tables import TableSpec
 
 
 class StepBatch(Protocol):
-    """What a step of one rank is made of."""
+    """The batch of a step on one rank."""
 
     @property
     def sparse(self) -> SparseBatch:
@@ -37,12 +37,12 @@ class StepBatch(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """What is counted as a sample in samples a second."""
+        """The number of samples, as samples a second count them."""
         ...
 
     @property
     def weight(self) -> float:
-        """What the mean loss of this rank is divided by."""
+        """The divisor of the mean loss of this rank."""
         ...
 
     def take(self, samples: Tensor) -> Self:
@@ -60,11 +60,11 @@ class TrainingLoader(Protocol):
 
     @property
     def num_batches(self) -> int | None:
-        """Of an epoch; None: there is one alone, and nobody knows how long it is."""
+        """Batches of an epoch; None: there is a single epoch, of unknown length."""
         ...
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """What is left of the epoch."""
+        """The rest of the epoch."""
         ...
 
     def state_after(self, batches: int) -> dict[str, Any]:
@@ -78,11 +78,11 @@ class TrainingLoader(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """What a step, or a micro-batch of one, computes on this rank.
+    """The results of a step, or of a micro-batch, on this rank.
 
     Attributes:
         total: the sum of the losses, each times its weight.
-        outputs, labels, weights: of clicks, for metrics of what is predicted before it is trained on.
+        outputs, labels, weights: of clicks, for metrics of predictions that precede training on the samples.
     """
 
     total: Tensor
@@ -156,7 +156,7 @@ class Task(Protocol):
         ...
 
     def fingerprint(self) -> Fingerprint:
-        """What the ids of the data mean, as digests."""
+        """Digests of what the ids of the data mean."""
         ...
 
     def check_split(self, key: str, split: str) -> str:
@@ -165,7 +165,7 @@ class Task(Protocol):
 
     @property
     def tested(self) -> str:
-        """What is evaluated at the end: a split, or where other rows are; "" for nothing."""
+        """The split to evaluate at the end, or the place of other rows; "" for nothing."""
         ...
 
     def loader(self, job: Job, *, validates: bool, is_asked: Callable[[], bool]) -> TrainingLoader:
@@ -183,7 +183,7 @@ class Task(Protocol):
         ...
 
     def global_weight(self, job: Job, batch: StepBatch, step: int) -> float:
-        """What the mean loss of all ranks is divided by."""
+        """The divisor of the mean loss of all ranks."""
         ...
 
     def compute(
@@ -201,11 +201,11 @@ class Task(Protocol):
         ...
 
     def num_evaluation_batches(self, split: str) -> int | None:
-        """How often `on_batch` of an evaluation is called; None: nobody knows."""
+        """The number of calls of `on_batch` in an evaluation; None: it is not known."""
         ...
 
     def chosen_by(self, loss: float | None) -> dict[str, float | None]:
-        """What the loss of the best validation says, as metadata of the model."""
+        """Metadata of the model about the loss of the best validation."""
         ...
 
     def describe(self, job: Job) -> list[tuple[str, str]]:
@@ -217,7 +217,7 @@ class Task(Protocol):
         ...
 
     def describe_loss(self, job: Job) -> str:
-        """What the loss is made of; "" where it is the log-loss."""
+        """The terms of the loss; "" where it is the log-loss."""
         ...
 
     def results(self, split: str, evaluation: Evaluation) -> list[str]:

@@ -77,9 +77,9 @@ class TrainedModel(nn.Module):
 
     @property
     def unseen(self) -> Counter[str]:
-        """How many ids so far have no row of their own, by feature: rare and unseen ones.
+        """The number of ids so far without a row of their own, by feature: rare and unseen ids.
 
-        Of dynamic tables those that the table does not know, which read what its `missing` says.
+        For dynamic tables, ids that the table does not know count, which read what its `missing` says.
         """
         return Counter(self.encoder.unseen)
 
@@ -136,7 +136,7 @@ class TrainedModel(nn.Module):
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """What the columns of scores are called: `score`, or `score_NAME` for each of several labels."""
+        """The names of the columns of scores: `score`, or `score_NAME` for each of several labels."""
         names = [target.name for target in self.job.targets]
         return ("score",) if len(names) == 1 else tuple(f"score_{name}" for name in names)
 
@@ -151,7 +151,7 @@ def load_run(
     Args:
         folder: the run's.
         data: the prepared data of the training, where they are no longer where they were; their vocabularies are read.
-            Of a run on raw rows nothing is read but its schema.
+            For a run on raw rows nothing is read but its schema.
         verify: compare what is read with its checksums.
         trust: import the module of an own model that the folder names, also where no run of this user left the folder.
 

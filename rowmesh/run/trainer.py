@@ -75,7 +75,7 @@ class Trainer:
 
     @property
     def steps_left(self) -> int | None:
-        """Of the run, at most; None: nobody knows."""
+        """Steps that the run has left, at most; None: their number is not known."""
         if self.stopping.is_over:
             return 0
         return None if self.total_steps is None else self.total_steps - self.step
@@ -87,7 +87,7 @@ class Trainer:
             yield from self.loader
 
     def train_step(self, batch: StepBatch) -> float:
-        """One step; returns the sum of this rank's losses that the host got to know: on a CPU those of its samples.
+        """Trains on a batch; returns the sum of the losses that the host got to know: on a CPU those of the batch.
 
         Collective: every rank calls it.
         """
@@ -102,7 +102,7 @@ class Trainer:
         return total
 
     def train_window(self, window: BatchInFlight[StepBatch]) -> float:
-        """One step by micro-batches; returns the same. Collective: every rank calls it."""
+        """Trains on a batch by micro-batches; returns the same. Collective: every rank calls it."""
         batch, total = window.item, 0.0
         self._begin_step(batch)
         for part in window:

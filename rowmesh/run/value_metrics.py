@@ -51,7 +51,7 @@ class ValueMetrics:
 
     @classmethod
     def from_plain(cls, values: Any) -> Self:
-        """What another rank sent."""
+        """The metrics that another rank sent."""
         return cls(**values)
 
 

@@ -24,7 +24,7 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 @dataclass(frozen=True, eq=False)
 class SequencePart:
-    """One micro-batch of a step on one rank; P positions, at each of which the item that followed is predicted.
+    """A micro-batch of a step on one rank; P positions, at each of which the item that followed is predicted.
 
     Attributes:
         events: of its users.
@@ -39,7 +39,7 @@ class SequencePart:
 
 @dataclass(frozen=True, eq=False)
 class SequenceStep:
-    """One step on one rank, in micro-batches with about as many ids each.
+    """A step on one rank, in micro-batches with about as many ids each.
 
     Attributes:
         parts: the micro-batches; some are empty where there are few users.
@@ -138,7 +138,7 @@ class StepLoader:
 
     @property
     def num_batches(self) -> int:
-        """Of an epoch."""
+        """Batches of an epoch."""
         return self._loader.num_batches
 
     def __iter__(self) -> Iterator[SequenceStep]:
@@ -192,6 +192,6 @@ def events_alone(events: SequenceBatch, side: Sequence[str]) -> SparseBatch:
 
 
 def _places(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of each event, how many follow it: the same however long the history is that is read before it."""
+    """Places of events, counted from the last of each user: the same however much history before them is read."""
     lengths = np.diff(offsets)
     return np.repeat(offsets[1:], lengths) - np.arange(offsets[-1])

@@ -43,7 +43,7 @@ class Candidates:
         return cls(RowShares.of(job.mesh, len(mine)).gather(mine).unique(), are_all=False)  # replicas know the same
 
     def named(self, raw: RawIds | None) -> Candidates:
-        """Those that some data have, where ids are raw: of others the name is not known."""
+        """The items with a known name: all, or, where ids are raw, those that the data have."""
         if raw is None:
             return self
         return Candidates(self.ids[torch.isin(self.ids, torch.from_numpy(raw.ids))], are_all=False)
@@ -52,7 +52,7 @@ class Candidates:
         return len(self.ids)
 
     def part(self, mesh: Mesh) -> range:
-        """The places of those that a rank scores."""
+        """The places of the items that a rank scores."""
         return item_range(len(self), mesh.rank, mesh.world_size)
 
     def slice(self, mesh: Mesh) -> slice:

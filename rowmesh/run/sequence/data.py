@@ -24,7 +24,7 @@ ITEM, SCORED = "item", "scored"
 
 @dataclass(frozen=True, eq=False)
 class SequenceData:
-    """What a run reads of prepared events.
+    """Prepared events, as a run reads them.
 
     Attributes:
         sequences: the events.
@@ -76,17 +76,17 @@ class SequenceData:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Of the items' table, and the side columns."""
+        """The features of the items' table, and the side columns."""
         return (ITEM, SCORED, *self.side)
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """Of the items, and of each side column."""
+        """The tables of the items and of each side column."""
         return tuple(self.table(name) for name in (ITEM, *self.side))
 
     @property
     def splits(self) -> dict[str, Split]:
-        """Those that predict something, with their users."""
+        """The splits in which something is predicted, with their number of users."""
         return self._splits
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a run of a sequence model takes where its configuration says nothing: what published ones take."""
+"""Defaults of a sequence model's run where its configuration says nothing: the values of published models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _choose(config: Config, values: dict[str, Any], data: SequenceData) -> Itera
 
 
 def _choose_tables(config: Config, values: dict[str, Any]) -> Iterator[str]:
-    """Of all tables, and of each that has a section of its own."""
+    """Chooses for all tables, and for each table that has a section of its own."""
     for name, table in (("", config.tables), *config.tables.overridden.items()):
         own = values[name] if name else values
         own["pooling"] = "none"

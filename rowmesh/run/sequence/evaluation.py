@@ -84,7 +84,7 @@ def evaluate_ranking(
 ) -> RankingEvaluation:
     """Ranks all items for every user of a split. Collective and blocking: every rank calls it, and gets the same.
 
-    Of a dynamic table the ids that it knows are ranked, and another target stands after them.
+    Where the items' table is dynamic, the ids that it knows are ranked, and any other target stands after them.
 
     Every rank holds its part of all items, `M D / W` numbers.
 

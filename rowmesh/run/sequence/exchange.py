@@ -1,4 +1,4 @@
-"""What ranks exchange to score against items of which each has a part. All are collective and blocking.
+"""Exchanges of ranks that score against items of which each rank has a part. All are collective and blocking.
 
 A mesh without a group is one rank, and nothing moves. Every function raises PeerError where a rank died, or did not
 come within the mesh's timeout.

@@ -21,7 +21,7 @@ OVERFLOW = (
 
 @dataclass(frozen=True, eq=False)
 class Standings:
-    """Of each user's target.
+    """The standing of each user's target.
 
     Attributes:
         higher: int64 `[B]`, items that score higher.

@@ -43,7 +43,7 @@ _COPIES = 8  # of parameters on a rank: gradients, state and what averaging take
 
 @dataclass(frozen=True, eq=False)
 class SequenceTask:
-    """What SASRec, HSTU and FuXi do.
+    """The task of SASRec, HSTU and FuXi.
 
     Attributes:
         config: of the run.
@@ -123,7 +123,7 @@ class SequenceTask:
         return [score_shape(chosen(self.config.tables.of(ITEM).dim))] if is_full else []
 
     def fingerprint(self) -> Fingerprint:
-        """Of the vocabularies of items and side columns."""
+        """Digests of the vocabularies of items and side columns; raw ids have no vocabulary."""
         sequences = self.data.sequences
         side = {f"vocabulary of {name}": digest_values(sequences.side_values(name)) for name in self.data.side}
         if sequences.raw is not None:
@@ -131,7 +131,7 @@ class SequenceTask:
         return {f"vocabulary of {ITEM}": digest_values(sequences.item_values()), **side}
 
     def check_split(self, key: str, split: str) -> str:
-        """One that predicts the last event of each user."""
+        """The split, which predicts the last event of each user."""
         if self.data.split(key, split) == "train":
             raise ConfigurationError(f"{key}: the items of 'train' are known to the model; give validation or test")
         return split
@@ -191,7 +191,7 @@ class SequenceTask:
         return evaluate_ranking(job, self.data.sequences, name, self.options)
 
     def num_evaluation_batches(self, split: str) -> int:
-        """Of all users."""
+        """Batches that hold all users of the split."""
         return -(-self.data.splits[split].samples // USERS)
 
     def chosen_by(self, loss: float | None) -> dict[str, float | None]:
@@ -255,7 +255,7 @@ class SequenceTask:
         ]
 
     def optimum(self, split: str) -> Mapping[str, float] | None:
-        """Of the model that the events were drawn from."""
+        """Scores of the model that the events were drawn from."""
         return self.data.sequences.optimum.get(split)
 
     def advice(self, job: Job, stopping: EarlyStopping, trained_steps: int, evaluation: Evaluation | None) -> list[str]:
