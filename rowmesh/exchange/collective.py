@@ -423,7 +423,8 @@ class CollectiveGroup:
         for message in gradients:
             message.wait()
         self._merged = None
-        self.exchange.update(self._sources, update, self._num_direct)
+        merger = self.exchange.merger
+        self.exchange.apply(merger, update, (0, int(merger.merged_offsets[self._num_direct])))
         self.exchange.count_merged(self._sources)
         if self._relay:
             self._relay.push(update)

@@ -243,12 +243,6 @@ class HostGroupExchange(GroupExchange):
         send, rank = group.look_up.send, self.rank
         sources.add(send.slots_address, send.segment_offsets[rank], send.gradients.address, send.accesses[rank])
 
-    def update(self, sources: Sources, update: Update, num_segments: int | None = None) -> None:
-        """Updates merged rows, of the first segments where a number is given."""
-        merger = sources.merger
-        part = None if num_segments is None else (0, int(merger.merged_offsets[num_segments]))
-        self.apply(merger, update, part)
-
     def prepare_alone(self, groups: Sequence[HostRouteGroup]) -> None:
         """See `GroupExchange.prepare_alone`."""
         self._alone = None
@@ -267,7 +261,7 @@ class HostGroupExchange(GroupExchange):
         """See `GroupExchange.update_alone`."""
         sources, self._alone = self._alone, None
         if sources is not None:
-            self.update(sources, update)
+            self.apply(sources.merger, update)
             self.count_merged(sources)
         elif groups and (unsummed := groups[0].look_up.unsummed()):
             self.apply(unsummed, update)
@@ -300,9 +294,9 @@ class HostGroupExchange(GroupExchange):
 
     # Requests are counted
 
-    def count_merged(self, sources: Sources, num_segments: int | None = None) -> None:
-        """Counts what was asked of this rank, of the first segments where a number is given."""
-        self.counters.count_tables(sources.accesses, sources.merger.merged_offsets, num_segments)
+    def count_merged(self, sources: Sources) -> None:
+        """Counts merged requests to this rank."""
+        self.counters.count_tables(sources.accesses, sources.merger.merged_offsets)
 
     def count_alone(self, group: HostRouteGroup) -> None:
         """See `GroupExchange.count_alone`."""

@@ -2,8 +2,8 @@
 
 Every rank finds from the two plans, by arithmetic, which rank sends which rows, so only rows are sent. A rank
 that holds a row under both plans copies it within its memory; any other gets it from its owner under the old plan.
-Rows travel in windows of neighbouring rows, as many as a bound on memory allows, table by table: an all-to-all for the
-values and one for each state. Before each window ranks agree that all have memory for it; where one has none, all
+Rows travel in pieces of neighbouring rows, as many as a bound on memory allows, table by table: an all-to-all for the
+values and one for each state. Before each piece ranks agree that all have memory for it; where one has none, all
 raise, and the rows under the old plan are as before.
 
 Source: OPER §8 (redistribution under a new plan). Differs: training goes on with the same numbers, to the bit.
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Ints = NDArray[np.int64]
 Share = Callable[[RowRange, RowRange], float]  # bytes that a row of an old and a new range needs meanwhile
 CHUNK_BYTES = 64 << 20
-_WORK_BYTES = 128  # of index arrays, for each row of a window
+_WORK_BYTES = 128  # of index arrays, for each row of a piece
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def move_rows(
         share = _share_of(source.address_map.plan, target.address_map.plan, row_bytes)
         for table in range(len(source.group.tables)):
             before, after = Places(source.address_map, table), Places(target.address_map, table)
-            for window in windows(before, after, source.address_map.num_rows[table], share, chunk_bytes):
-                came = _move(source.arena, target.arena, before(window), after(window), mesh, agreement)
+            for piece in pieces_of(before, after, source.address_map.num_rows[table], share, chunk_bytes):
+                came = _move(source.arena, target.arena, before(piece), after(piece), mesh, agreement)
                 rows, num_bytes = rows + came, num_bytes + came * row_bytes
     agreement.check()
     return Moved(rows, num_bytes)
@@ -149,7 +149,7 @@ def _share_of(old: Plan, new: Plan, row_bytes: int) -> Share:
     return share
 
 
-def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_bytes: int) -> Iterator[Ints]:
+def pieces_of(before: Places, after: Places, num_rows: int, share: Share, chunk_bytes: int) -> Iterator[Ints]:
     """Neighbouring rows that together need about `chunk_bytes`."""
     starts = sorted({part.start for part in (*before.parts, *after.parts)})
     source, target = iter(before.parts), iter(after.parts)
@@ -166,7 +166,7 @@ def windows(before: Places, after: Places, num_rows: int, share: Share, chunk_by
 
 
 def _move(old: RowStore, new: RowStore, before: Located, after: Located, mesh: Mesh, agreement: _Agreement) -> int:
-    """Moves a window; returns how many rows came here."""
+    """Moves a piece; returns how many rows came here."""
     moves, messages = agreement.make(lambda: _prepare(old, new, before, after, mesh))
     for target, out, into in messages:
         _exchange(out, into, moves, mesh)

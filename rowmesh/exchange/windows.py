@@ -67,7 +67,7 @@ class WindowOptions:
         return self.device != "cpu"
 
 
-class Tables(Protocol):
+class WindowTables(Protocol):
     """A shard group, as windows see it: its plain step, and its parts of a route."""
 
     @property
@@ -82,7 +82,7 @@ class Tables(Protocol):
     def withdraw(self) -> None: ...
 
 
-class StoredTables(Tables, Protocol):
+class StoredTables(WindowTables, Protocol):
     """A shard group whose rows are stored, as windows by micro-batch see it."""
 
     @property
@@ -124,7 +124,7 @@ class Windows:
     is_split = False
     is_tiered = False
 
-    def __init__(self, tables: Tables, options: WindowOptions, obstacle: str) -> None:
+    def __init__(self, tables: WindowTables, options: WindowOptions, obstacle: str) -> None:
         self.is_on_device, self._tables = options.is_on_device, tables
         self.reason = f"rows and gradients travel whole: {obstacle}"
         self._updated = FIRST - 1
@@ -223,7 +223,7 @@ class PrefetchedWindows(Windows):
 
     is_tiered = True
 
-    def __init__(self, tables: Tables, options: WindowOptions, exchanges: Sequence[DeviceGroupExchange]) -> None:
+    def __init__(self, tables: WindowTables, options: WindowOptions, exchanges: Sequence[DeviceGroupExchange]) -> None:
         super().__init__(tables, options, "there is one rank")
         self._exchanges = exchanges
         self.reason = f"rows are prefetched into the memory of {exchanges[0].device}: {tables.reason}"
