@@ -26,7 +26,7 @@ logger = logging.getLogger("rowmesh")
 
 
 class Base(NamedTuple):
-    """Of what a checkpoint is an increment.
+    """The parent of an increment, and the changes since.
 
     Attributes:
         parent: the checkpoint that it adds to.
@@ -61,9 +61,9 @@ def save_increment(
 class BackgroundSave:
     """A checkpoint that a thread writes, as `checkpoint.save` writes it: the same files, to the bit.
 
-    Making it is collective, between two steps, with nothing under way; every rank then calls `wait`. What is small is
-    copied at once: `dense` and cores. For rows see `Snapshot`. Where a rank has no memory for that, or cannot begin a
-    thread, making it succeeds on all ranks, and `wait` raises on all of them.
+    Making it is collective, between two steps, with nothing under way; every rank then calls `wait`. Small parts,
+    `dense` and cores, are copied at once. For rows see `Snapshot`. Where a rank has no memory for that, or cannot begin
+    a thread, making it succeeds on all ranks, and `wait` raises on all of them.
 
     Args:
         folder, embeddings, dense, metadata: as for `checkpoint.save`.

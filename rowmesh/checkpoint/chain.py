@@ -24,11 +24,11 @@ from rowmesh.tables.shard import ROWS, row_dtype
 CHUNK_ROWS = 1 << 18  # bounds the temporaries of a copy
 CHUNK_BYTES = 8 << 20  # that a thread verifies and copies at once
 NUM_THREADS = 4
-"""Of a rank: while one waits for the disk, others verify and copy, all of which is done without the interpreter."""
+"""Threads of a rank: while one waits for the disk, others verify and copy, all without the interpreter."""
 
 
 class ChainLink(NamedTuple):
-    """One checkpoint of a chain."""
+    """A checkpoint of a chain."""
 
     folder: Path
     manifest: Manifest
@@ -218,8 +218,8 @@ def _map(
 
 
 def _common(part: RowsPart, numbers: range) -> list[tuple[int, range, range]]:
-    """Of each range of a part that has some of the rows: its first place in the files, which of its rows, and where in
-    `numbers` they are.
+    """The ranges of a part that have some of the rows: the first place of each in the files, which of its rows, and
+    where in `numbers` they are.
     """
     found, before = list[tuple[int, range, range]](), 0
     for bounds in part.ranges:
@@ -233,7 +233,7 @@ def _common(part: RowsPart, numbers: range) -> list[tuple[int, range, range]]:
 def _copies(
     common: Sequence[tuple[int, range, range]], targets: Mapping[str, Tensor], sources: Mapping[str, SavedArray]
 ) -> Iterator[Callable[[], None]]:
-    """What copies them, in any order."""
+    """Calls that copy the common rows, in any order."""
     for before, saved, wanted in common:
         for kind, target in targets.items():
             rows = _rows_of(target)

@@ -24,8 +24,8 @@ HOOK = "changes"
 class ChangedSlots:
     """Notes which slots are updated, in the memory where they are. A store calls it before every update.
 
-    Of dynamic tables it keeps which ids they knew, 16 bytes an id: what they know now tells which of these are gone. Of
-    their demoted ids it notes those that change.
+    It keeps the ids that dynamic tables knew, 16 bytes an id: what they know now tells which of these are gone. It
+    notes the demoted ids that change.
 
     Rows that change otherwise are not noted: those that are set (a checkpoint that is read, moving averages in the
     place of rows), and those that migrate to another plan. Where there are such, `take` gives None, and the next
@@ -44,7 +44,7 @@ class ChangedSlots:
         self._epoch: tuple[int, int] | None = None
 
     def take(self) -> Changed | None:
-        """What was updated since the last call, and notes anew; to be called between two steps.
+        """Takes the updates since the last call, and notes anew; to be called between two steps.
 
         Returns:
             The changes; None where they are not known: the first time, where rows changed otherwise, where a store of
@@ -63,7 +63,7 @@ class ChangedSlots:
                 if before is None or len(before) < num_slots:
                     self._marks[id(store)] = _no_marks(store, num_slots)
         except (StoreError, MemoryError, torch.OutOfMemoryError):
-            # Other ranks go on: who needs the store, or the memory, says it on all of them.
+            # Other ranks go on: the code that needs the store, or the memory, says it on all of them.
             self.close()
             return None
         finally:

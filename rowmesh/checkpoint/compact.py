@@ -18,7 +18,7 @@ from rowmesh.tables.shard import Rows, Which
 def compact(folder: Path) -> bool:
     """Makes a full checkpoint of an increment, in one process; increments that add to it add to the full one.
 
-    What it added to stays. The increment stays until the full one is on disk.
+    The checkpoints that it added to stay. The increment stays until the full one is on disk.
 
     Returns:
         False: it was full.

@@ -24,7 +24,7 @@ _PRIME = 2**61 - 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 FORMAT, INCREMENT_FORMAT, KNOWN_FORMAT, KNOWN_INCREMENT_FORMAT, DEMOTED_INCREMENT_FORMAT = 1, 2, 3, 4, 5
-"""Of full ones, of increments, of both where there are dynamic tables, and of increments where these demote ids."""
+"""Formats of full checkpoints, of increments, of both with dynamic tables, and of increments where these demote ids."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class SavedRange:
 
     @property
     def stop(self) -> int:
-        """One past the last of the rows."""
+        """The end of the rows: one past the last."""
         return self.start + (self.count - 1) * self.stride + 1 if self.count else self.start
 
 
 class WrittenTable(NamedTuple):
-    """What one rank wrote of a table.
+    """The part of a table that one rank wrote.
 
     Attributes:
         rank: the rank.
@@ -108,7 +108,7 @@ class RowsPart:
 
 
 class Content:
-    """What is saved of a table in one of three forms.
+    """The saved contents of a table, in one of three forms.
 
     Attributes:
         form: what finds its entries.
@@ -118,7 +118,7 @@ class Content:
 
     @property
     def text(self) -> str:
-        """What increments must have in common with what they add to."""
+        """A text that increments must have in common with their parents."""
         return self.form
 
     @property
@@ -147,7 +147,7 @@ class Content:
         return {"num_rows": (num_rows, spec.num_rows)}
 
     def advice(self, name: str) -> str:
-        """What to do where a table has something else of that name."""
+        """Advice for the user where a table has something else of that name."""
         return "use the configuration it was trained with"
 
 
@@ -261,7 +261,7 @@ class KnownPart:
 
 @dataclass(frozen=True)
 class KnownEntry(Content):
-    """What a dynamic table knows.
+    """The ids of a dynamic table, and what it knows of them.
 
     Attributes:
         rules: on which it depends.
@@ -347,8 +347,8 @@ class KnownEntry(Content):
 
 @dataclass(frozen=True)
 class TableEntry:
-    """One table: its shape, its update rule, and its parts; its cores where it is a tensor-train table; or what it
-    knows where it is a dynamic one, whose number of rows is its capacity.
+    """The entry of a table: its shape, its update rule, and its parts; the cores of a tensor-train table; or what a
+    dynamic table knows, and its capacity as the number of rows.
     """
 
     num_rows: Positive
@@ -380,7 +380,7 @@ class TableEntry:
 
     @property
     def content(self) -> Content:
-        """What is saved of it."""
+        """The saved contents of the table."""
         return self.known or self.cores or RowsEntry(self.num_rows, self.parts)
 
     def differences(self, spec: TableSpec, *, optimizer_state: bool) -> Iterator[tuple[str, Any, Any]]:

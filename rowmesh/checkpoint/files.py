@@ -88,7 +88,7 @@ class SavedFiles:
         return torch.from_numpy(np.empty(1, dtype)).expand(shape)
 
     def dense(self) -> dict[str, Any]:
-        """What was saved as `dense`.
+        """The values that were saved as `dense`.
 
         Raises:
             CheckpointError: it is missing or damaged.

@@ -1,4 +1,4 @@
-"""What a checkpoint, or a chain of them, has of a dynamic table: by logical shard, whatever ranks wrote it."""
+"""Dynamic tables in a checkpoint, or in a chain of them: by logical shard, whatever ranks wrote them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class SavedPart:
-    """What one rank wrote; maps each file once.
+    """The part of a dynamic table that one rank wrote; maps each file once.
 
     Args:
         table: its name.
@@ -174,7 +174,7 @@ class _MergedIds:
         return int(sizes[0, self._book.num_all])
 
     def gather(self, kind: str, which: slice) -> Tensor:
-        """What is saved by id, of some of the ids."""
+        """The saved values of one kind, for some of the ids."""
         parts, at = self._part_of[which], self._at[which]
         out = None
         for number in np.unique(parts).tolist() or [0]:
@@ -283,7 +283,7 @@ def saved_shards(
     forms: Mapping[str, Tensor] | None = None,
     shards: range | None = None,
 ) -> Sequence[SavedShards]:
-    """What a chain has of a dynamic table.
+    """The shards of a dynamic table in a chain.
 
     Args:
         table: its name.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: which file has which rows of which table.
+"""The contents of a checkpoint: which file has which rows of which table.
 
 ::
 
@@ -12,8 +12,8 @@
         C2.0.core1.npy         a core of tensor-train table C2, which rank 0 alone writes
         C2.0.core1.sum.npy     a state of its optimizer
 
-Of a dynamic table there are the ids that it knows, in the order of their logical shards, with counts, last steps and
-scores, the rows in the same order, and what its shards count beside::
+A dynamic table has files of the ids that it knows, in the order of their logical shards, with counts, last steps and
+scores, of the rows in the same order, and of what its shards count beside::
 
         C3.0.shards.npy        how many ids and candidates each shard has, its step, and its window of counting
         C3.0.ids.npy           …, counts, last_steps, scores, values, sum: by id
@@ -85,7 +85,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Parent:
-    """What an increment adds to.
+    """The checkpoint that an increment adds to.
 
     Attributes:
         step: after which the parent was written; it is beside the increment.

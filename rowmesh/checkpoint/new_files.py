@@ -94,7 +94,7 @@ def write_whole(file: Writable, array: npt.NDArray[Any]) -> None:
 
 
 def _write_header(file: Any, array: npt.NDArray[Any], count: int) -> None:
-    """Of a .npy file with as many rows, of the kind that an array has."""
+    """Writes the header of a .npy file of `count` rows like those of an array."""
     shape = (count, *array.shape[1:])
     header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)

@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype, tor
 
 
 class Parts:
-    """What is saved or loaded, by name.
+    """The parts that are saved or loaded, by name.
 
     Args:
         given: name → what has `state_dict` and `load_state_dict`, or a plain value.
@@ -57,12 +57,12 @@ class Parts:
 
     @property
     def names(self) -> list[str]:
-        """Of all, but for those that are tables alone."""
+        """The names of all parts, but for parts that are tables alone."""
         return [name for name, part in self._given.items() if not _has_tables_alone(part)]
 
     @property
     def stateful(self) -> list[str]:
-        """Names of those that have a state dictionary."""
+        """The names of the parts that have a state dictionary."""
         return [name for name, part in self._given.items() if has_state(part)]
 
     def state(self, form: Form) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Tables:
             each.barrier()
 
     def shards(self, which: Which) -> list[TableShard]:
-        """What this rank holds of all tables."""
+        """The shards of all tables on this rank."""
         return [shard for each in self.collections for shard in each.shards(which)]
 
     @property

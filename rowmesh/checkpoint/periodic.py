@@ -191,7 +191,9 @@ class Checkpoints:
         return True
 
     def write(self, step: int, values: Mapping[str, Any] | None = None) -> None:
-        """Writes one now, or begins to; one that is still being written is waited for before. One of a step stays.
+        """Writes a checkpoint now, or begins to. Before, it waits for a checkpoint that is still being written.
+
+        A step that was written last is not written again.
 
         Args:
             step: after which it is.
@@ -264,7 +266,7 @@ class Checkpoints:
         self._may_write = True
 
     def _claimed_steps(self) -> list[int]:
-        """What is in the folder, which is this loop's from now on."""
+        """The steps of the checkpoints in the folder, which is this loop's from now on."""
         if self._leave is None or not self._leave.alive:
             with ExitStack() as claim:
                 try:

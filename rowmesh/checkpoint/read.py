@@ -31,8 +31,8 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
 
     Raises:
         CheckpointError: a table, file or parent is missing, is damaged, or has another shape, dtype or optimizer. Rows
-            of `embeddings` may have been set by then. Of files that are missing only a rank says so that wants rows of
-            them; `rowmesh.checkpoint.together.on_every_rank` has all ranks fail as one did.
+            of `embeddings` may have been set by then. Only a rank that wants rows of a missing file raises;
+            `rowmesh.checkpoint.together.on_every_rank` makes all ranks fail as it did.
     """
     chain = read_chain(folder)
     manifest = chain[0].manifest

@@ -17,9 +17,9 @@ from rowmesh.ops.memory import Buffer, populate
 
 SLAB_BYTES = 16 << 20
 BLOCK_BYTES = SLAB_BYTES // 8
-"""What is best asked for at once: little of a slab is left over then."""
+"""The size up to which requests leave little of a slab over."""
 SLABS_AHEAD = 4
-"""Whose pages the thread that writes has ready: a first touch takes a step longer than the copy."""
+"""Slabs whose pages the writing thread has ready: a first touch costs a step more time than the copy."""
 SHARE = 4
 """By default copies take at most this part of the memory that is available."""
 
@@ -115,7 +115,7 @@ class CopyBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """Of all."""
+        """Memory of all buffers."""
         return sum(map(len, self._all))
 
     def reset(self, limit_bytes: int) -> None:
@@ -149,7 +149,7 @@ class CopyBuffers:
         return None
 
     def give(self, buffer: Tensor) -> None:
-        """What was taken is free again."""
+        """Gives back a buffer that was taken."""
         with self._changed:
             self._free.append(buffer)
             self._changed.notify_all()

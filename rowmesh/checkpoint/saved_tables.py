@@ -31,7 +31,7 @@ from rowmesh.tables.shard import Form, LogicalShards, Rows, TableShard
 from rowmesh.tables.tensor_train import TensorTrainShape
 
 SHARD_BYTES = 64 << 20
-"""Of rows that are in memory at once."""
+"""Memory of the rows that are read at once."""
 
 
 class Saved:
@@ -164,7 +164,7 @@ class _SavedCores(Saved):
 
 
 class _SavedIds(Saved):
-    """What a dynamic table knows."""
+    """A dynamic table that was saved."""
 
     @property
     def _known(self) -> KnownEntry:

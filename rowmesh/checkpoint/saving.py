@@ -36,7 +36,7 @@ def save(
     """Writes a model, its optimizers and where training stands to a folder.
 
     Collective and blocking: every rank calls it with the same names, and all must see the same file system. No rows
-    travel; every rank writes its own, and rank 0 all else. What was in the folder before stays until all is on disk.
+    travel; every rank writes its own, and rank 0 all else. A checkpoint that was there stays until all is on disk.
 
     Args:
         folder: where; made if need be.
@@ -110,9 +110,9 @@ def async_save(
 
     Collective: every rank calls it between two steps, with nothing of a pipeline under way. All but rows is copied
     before it returns. Rows are read as they were then: a thread copies them ahead of the disk, and those that a step is
-    about to update before that are saved first, so that memory is needed. One is written at a time: the next call
-    waits for it, and so does the end of the program, where an error is a line of the log. Tiered tables cannot be read
-    any more by then: wait for theirs.
+    about to update before that are saved first, so that memory is needed. Writes do not overlap: the next call
+    waits for this one, and so does the end of the program, where an error is a line of the log. Tiered tables cannot be
+    read any more by then: wait for theirs.
 
     Args:
         folder: as for `save`.
@@ -191,7 +191,7 @@ def load(folder: str | Path, state: Mapping[str, Any], *, verify: bool = True) -
         verify: compare what is read with the checksums; False reads damaged files as they are.
 
     Returns:
-        What else was saved: plain values, and the state dictionaries of what `state` has not.
+        The rest of the checkpoint: plain values, and the state dictionaries of what `state` has not.
 
     Raises:
         CheckpointError: on every rank: something is missing or damaged, or does not fit; names it. Some of it may be

@@ -85,7 +85,7 @@ class Series:
     def prune(self, keep_last: int, keep_every: int = 0) -> None:
         """Removes all but the newest, those after multiples of `keep_every`, and what interrupted writes left.
 
-        What one that stays adds to stays too.
+        The checkpoints that an increment adds to stay with it.
 
         A checkpoint that is being removed is not whole any more, whatever interrupts that.
         """
@@ -107,7 +107,7 @@ class Series:
         self._remove_claims()
 
     def _parents(self, step: int) -> Iterator[int]:
-        """What a checkpoint adds to; all older ones where a manifest that would say it cannot be read."""
+        """The steps that a checkpoint adds to; all older steps where a manifest that would name them cannot be read."""
         try:
             while parent := read_manifest(self.at(step)).parent:
                 if parent.step >= step:
@@ -145,7 +145,7 @@ class Series:
 def verify(folder: Path) -> tuple[int, int]:
     """Compares every byte of a checkpoint, and of the best model in it, with its checksums.
 
-    Of what an increment adds to, only the manifests are read.
+    For the checkpoints that an increment adds to, only the manifests are read.
 
     Returns:
         How many files there are, and of how many bytes.

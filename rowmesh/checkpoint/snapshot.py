@@ -28,7 +28,7 @@ SHARD_ROWS = 1 << 16
 Between two the writing thread needs the interpreter, which a step then waits for: on a busy machine for milliseconds.
 """
 AHEAD_BYTES_PER_S = 2e9
-"""What copies from memory to memory reach on any machine of today."""
+"""A rate that copies from memory to memory reach on any machine of today."""
 
 
 class Snapshot:
@@ -171,7 +171,7 @@ class FrozenRows:
             return True
 
     def forget(self) -> None:
-        """What was read is not needed any more."""
+        """Forgets the rows that were read, and releases their buffer."""
         with self._lock:
             release, self._release = self._release, lambda: None
             self._read, self._is_forgotten = None, True
@@ -179,7 +179,7 @@ class FrozenRows:
 
 
 class FrozenShard:
-    """What a rank had of a table, or what of it changed; see `Rows`.
+    """The shard of a table that a rank had, or what of it changed; see `Rows`.
 
     Args:
         shard: the table.
@@ -215,7 +215,7 @@ class FrozenShard:
 
     @property
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """What there is beside rows."""
+        """The arrays beside the rows."""
         _ = self.rows  # which puts ids in order: once, whichever thread comes first
         yield from self._moment.arrays
 

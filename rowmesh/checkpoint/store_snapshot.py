@@ -66,7 +66,7 @@ class StoreSnapshot:
         self._is_closed = False
 
     def bytes_of(self, num_rows: int) -> int:
-        """What a copy of so many rows and their states takes."""
+        """Memory of a copy of so many rows and their states."""
         return laid_out_bytes(self._kinds, num_rows)
 
     def add(self, slots: ShardSlots) -> int:
@@ -142,7 +142,7 @@ class StoreSnapshot:
                 self._store.watch(HOOK, None)
 
     def _own_buffer(self) -> Tensor:
-        """One for all shards: fresh pages cost the steps time too. Those of dynamic tables may be added meanwhile."""
+        """A buffer for all shards: fresh pages cost steps time too. Shards of dynamic tables may be added meanwhile."""
         num_bytes = self.bytes_of(max(map(len, self._shards)))
         if self._buffer is None or len(self._buffer) < num_bytes:
             self._buffer = self._room.tensor(torch.uint8, num_bytes)
@@ -190,9 +190,9 @@ class _HostRows:
         self._num_saved = 0
 
     def open(self, due: Sequence[ShardSlots], stop: int) -> None:
-        # One more than the place of a slot's pre-image, where it has one.
+        # By slot, the place of its pre-image plus one, where it has a pre-image.
         self._places = self._room.tensor(torch.int32, stop).numpy().view(np.uint32)
-        # Of each slot: 1 where its pre-image is to be saved before an update, else 0, or what `claim` makes of it.
+        # By slot: 1 where its pre-image is to be saved before an update, else 0, or what `claim` makes of it.
         self._is_due = self._room.tensor(torch.uint8, stop).numpy()
         self._is_due[:] = 0
         for slots in due:

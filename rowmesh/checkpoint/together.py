@@ -1,4 +1,4 @@
-"""What every rank does with a checkpoint: where it fails on one, it fails on all."""
+"""Actions of every rank on a checkpoint: an action that fails on one rank fails on all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def on_every_rank(peers: Peers, action: Callable[[], T], doing: str) -> T:
-    """What `action` returns on this rank. Collective: ranks wait for each other, however long one of them reads.
+    """Returns what `action` returns on this rank. Collective: ranks wait for each other, however long one reads.
 
     Args:
         peers: the ranks.

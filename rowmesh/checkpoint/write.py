@@ -29,7 +29,7 @@ from rowmesh.tables.spec import TableSpec
 T = TypeVar("T")
 
 WRITING = "writing a checkpoint"
-"""What ranks do, for the message of a PeerError."""
+"""The action of the ranks, for the message of a PeerError."""
 
 
 def save(
@@ -89,7 +89,7 @@ def save(
 
 
 class _Written(NamedTuple):
-    """What a rank wrote: its part of every table, and the checksums of its files by name."""
+    """The part of every table that a rank wrote, and the checksums of its files by name."""
 
     parts: dict[str, WrittenTable]
     checksums: dict[str, Checksums]
@@ -237,7 +237,7 @@ def _reason(error: Exception) -> str:
 
 
 def _to_plain(written: Any) -> Any:
-    """What a step of writing returns, to be sent: nothing, or the parts of tables and the checksums of their files."""
+    """The result of a step of writing, to be sent: nothing, or the parts of tables and the checksums of files."""
     if written is None:
         return None
     parts = {table: part.to_plain() for table, part in written.parts.items()}

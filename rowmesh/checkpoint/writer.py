@@ -86,7 +86,7 @@ class Writer:
         self._under_way: _UnderWay | None = None
         self._room = Room(rules.copy_bytes, sharers=mesh.hosts.count(mesh.hosts[mesh.rank]))
         self._parent: Parent | None = None
-        # Of several writers, each has to know what changed since its own.
+        # Each of several writers has to know what changed since its own checkpoint.
         self._changes = ChangedSlots(rows, f"{HOOK} since {series.folder}") if rules.incremental else None
         self._peers = (mesh.with_process_group("checkpoints") if rules.asynchronous else mesh).peers
 
@@ -197,7 +197,7 @@ class Writer:
             self.drop()
 
     def _base(self) -> Base | None:
-        """Of what the next one is an increment; None: it is full. Collective.
+        """The parent of the next checkpoint, and the changes since; None: the next one is full. Collective.
 
         It is full where the one before cannot be added to (there is none that this process wrote, it failed, or as
         many increments as there may be came before), and where rows of any rank changed otherwise than by updates.
@@ -218,9 +218,9 @@ class Writer:
         return Written(step, place, time.perf_counter() - started_s, snapshot)
 
     def _tidy(self, step: int, place: Path) -> None:
-        """One is on disk: the next may add to it, and older ones go. Beside steps in the thread that wrote it."""
+        """Lets the next checkpoint add to the one on disk, and removes older ones; in the thread that wrote it."""
         if self._mesh.rank == 0:
-            # The checkpoint is whole: what goes wrong here costs none, or this rank alone would fail.
+            # The checkpoint is whole: an error here costs none; raised, it would fail this rank alone.
             with contextlib.suppress(CheckpointError, OSError, MemoryError):  # the next one is full
                 if self._changes is not None:
                     self._note_parent(step, place)

@@ -21,8 +21,8 @@ class AveragedRows:
     """An exponential moving average of the rows that this rank holds, in the host's memory.
 
     average ← decay · average + (1 − decay) · row, for every row, touched or not: what AveragedModel with
-    `get_ema_multi_avg_fn(decay)` does to parameters, to the bit. The first update copies the rows. Of tensor-train
-    tables the cores are averaged. An update reads and writes as much memory as the rows have; to update every n steps,
+    `get_ema_multi_avg_fn(decay)` does to parameters, to the bit. The first update copies the rows. For tensor-train
+    tables it averages the cores. An update reads and writes as much memory as the rows have; to update every n steps,
     with decayⁿ, costs less.
 
     Args:

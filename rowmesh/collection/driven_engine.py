@@ -45,7 +45,7 @@ class DrivenEngine:
         self._engine, self._device_name = engine, device_name
         self.mesh, self._resolver, self._outputs = engine.mesh, engine.resolver, engine.outputs
         synchronizers = [each.synchronizer for each in engine.shard_groups.stored]
-        # What averages dynamic tables, which do not migrate.
+        # Synchronizers of dynamic tables, which do not migrate.
         self._dynamic_means = [each for each in synchronizers if isinstance(each, DynamicMeans)]
         self._windows: weakref.WeakSet[Windows] = weakref.WeakSet()
         self._window_maker, self._num_migrations = WindowMaker(), engine.num_migrations
@@ -58,7 +58,7 @@ class DrivenEngine:
         """Memory of the buffers of windows, whether in use or idle."""
         return self._window_maker.num_bytes + sum(windows.num_bytes for windows in self._windows)
 
-    # What a pipeline asks when it is made
+    # A pipeline is made
 
     def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:
         """How the windows of each shard group travel. Collective.
@@ -197,7 +197,7 @@ class DrivenEngine:
         return self._window_maker(route, bounds, layouts)
 
     def pass_over_averages(self, number: int) -> None:
-        """What a rank calls in place of `make_window` that has no such batch of a pipeline; collective as that is.
+        """Takes the place of `make_window` on a rank that has no such batch of a pipeline; collective as that is.
 
         Args:
             number: of the batch in its loop.

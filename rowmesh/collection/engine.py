@@ -442,7 +442,7 @@ class Engine:
                 self.wait()
                 self._flush()
 
-    # What an optimizer asks for
+    # Calls of an optimizer
 
     def push_pending(self, rates: Sequence[Rate]) -> None:
         """Pushes every route whose backward has run since the last push; under a pipeline, steps its batch."""
@@ -512,7 +512,7 @@ class Engine:
         if self.control.driver is not None:
             self.control.driver.forget()
 
-    # What happens between two steps
+    # Between two steps
 
     def count_from(self, steps: int) -> None:
         """Counts steps on from so many: those of a loaded state."""

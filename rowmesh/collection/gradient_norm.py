@@ -126,7 +126,7 @@ def _all_to_all(mesh: Mesh, into: Tensor, out: Tensor, sizes_in: list[int] | Non
 
 
 def _on_host(exchange: GroupExchange) -> Callable[[HostLookUp], tuple[Tensor, Tensor]]:
-    """What finds the numbers of rows that a look-up asked for, int64 `[U]`, and their gradients, `[U, D]`."""
+    """A function from a look-up to the numbers of its rows, int64 `[U]`, and their gradients, `[U, D]`."""
     rows = _RowNumbers(exchange)
 
     def find(look_up: HostLookUp) -> tuple[Tensor, Tensor]:

@@ -45,12 +45,12 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the optimizers as they are now: loading a state gives an optimizer new ones."""
+        """The groups of the optimizers as they are now: loading a state gives an optimizer new ones."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """They stay the optimizers' own."""
+        """No-op: the groups stay the optimizers' own."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Nothing to add: the optimizers have their groups."""
@@ -73,12 +73,12 @@ class JointOptimizer(torch.optim.Optimizer):
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, EmbeddingOptimizer)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of each."""
+        """Forgets the gradients of each optimizer."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Those of the optimizers, in their order."""
+        """The states of the optimizers, in their order."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

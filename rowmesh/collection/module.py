@@ -1,7 +1,7 @@
 """EmbeddingCollection: embedding tables spread over the ranks, as one module.
 
 The four verbs `route`, `fetch`, `pool` and `push` are one training step of its tables; `forward` is the first three,
-and `rowmesh.collection.optimizer.EmbeddingOptimizer.step` is the last. What they do is in `rowmesh.collection.engine`.
+and `rowmesh.collection.optimizer.EmbeddingOptimizer.step` is the last. `rowmesh.collection.engine` carries them out.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class EmbeddingCollection(TableModule):
 
     Under `torch.no_grad()` any number of threads may look up at once; on one rank also while another thread trains:
     each finds rows as they are between two steps. On several ranks threads look up between two steps only, equally
-    often on every rank. What they look up of tiered tables must fit into fast memory together. One thread at a time
-    trains: `step` raises RowmeshError where two do. While a pipeline runs, its thread alone looks up. On a GPU all work
-    is launched on the current stream.
+    often on every rank. The rows that they look up in tiered tables must fit into fast memory together. One thread at
+    a time trains: `step` raises RowmeshError where two do. While a pipeline runs, its thread alone looks up. On a GPU
+    all work is launched on the current stream.
 
     Args:
         tables: what to store.
@@ -150,12 +150,12 @@ class EmbeddingCollection(TableModule):
 
     @property
     def transport(self) -> str:
-        """One of "local", "one_sided" and "collective"; several, joined by "+", where tables differ in replicas."""
+        """Transport: "local", "one_sided" or "collective"; several, joined by "+", where tables differ in replicas."""
         return self.engine.shard_groups.transport
 
     @property
     def transport_reason(self) -> str:
-        """Why that one."""
+        """The reason for that transport."""
         return self.engine.shard_groups.reason
 
     @property
@@ -257,8 +257,9 @@ class EmbeddingCollection(TableModule):
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas: before `held_rows` are set on all of them.
 
-        `rowmesh.checkpoint.load` calls it. What is being written beside training is waited for: its rows are those of
-        its moment. Raises RowmeshError while a pipeline runs: it has rows of later batches.
+        `rowmesh.checkpoint.load` calls it. The call waits for a checkpoint that is being written beside
+        training, whose rows are those of its moment. Raises RowmeshError while a pipeline runs: it has rows of later
+        batches.
         """
         wait_for_background_saves([self])
         self.engine.forget_differences()
@@ -272,7 +273,7 @@ class EmbeddingCollection(TableModule):
         rank has the rows of both plans in memory, and buffers of about 64 MiB.
 
         Returns:
-            What moved, on all ranks together.
+            The rows that moved, on all ranks together.
 
         Raises:
             RowmeshError: a batch is under way on some rank; names it. The old plan goes on, as with the next two.
@@ -305,7 +306,7 @@ class EmbeddingCollection(TableModule):
         return table_shards.stored_shard(self.engine, table, "owned").views
 
     def shards(self, which: Which) -> list[TableShard]:
-        """What this rank holds of all tables, in their order, until the next step: what is saved, loaded, published.
+        """The shards of all tables on this rank, in their order, until the next step: to save, load or publish.
 
         Every rank must call it alike.
 
@@ -385,7 +386,7 @@ class EmbeddingCollection(TableModule):
                 that had been told of the step are told of one of that number again, which holds.
 
         Returns:
-            What takes it away again, by `remove()`.
+            A handle, whose `remove()` takes the hook away again.
 
         Raises:
             ConfigurationError: there is no such dynamic table.

@@ -1,4 +1,4 @@
-"""What torch does to modules, done to tables, or refused: state dictionaries, casts and moves, copies, freezing.
+"""Operations of torch on modules, done to tables, or refused: state dictionaries, casts and moves, copies, freezing.
 
 Rows are neither parameters nor buffers, so `nn.Module` would pass over them in silence.
 """

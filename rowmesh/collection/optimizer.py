@@ -68,7 +68,7 @@ class _Collection(Protocol):
 
 
 class _Unscaled(NamedTuple):
-    """What a GradScaler did, or who clipped.
+    """The factor that a GradScaler or clipping gave the gradients.
 
     Attributes:
         factor: what gradients were multiplied by.
@@ -219,7 +219,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         return is_finite
 
     def _factor(self, unscaled: _Unscaled) -> float:
-        """What gradients are to be multiplied by."""
+        """The factor of the gradients in this step."""
         has_more = unscaled.num_backwards != self._engine.num_backwards
         if unscaled.is_finite and has_more:
             raise RowmeshError(_BACKWARD_AFTER)

@@ -1,4 +1,4 @@
-"""What a look-up gives: the vectors of features, and how they are made."""
+"""Outputs of a look-up: the vectors of features, and how they are made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rowmesh.tables.dense import compute_dtype
 
 @dataclass(frozen=True, repr=False)
 class JaggedRows:
-    """What a feature with pooling "none" returns: one vector an id.
+    """The output of a feature with pooling "none": one vector an id.
 
     Attributes:
         values: `[N_f, D]`.

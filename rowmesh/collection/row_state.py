@@ -30,7 +30,7 @@ _SAVING, _LOADING = "gathering rows for a state dictionary", "loading rows of a 
 
 
 class Holder(RowHolder, Protocol):
-    """What has rows: an `EmbeddingCollection`."""
+    """A holder of rows: an `EmbeddingCollection`."""
 
     mesh: Mesh
 
@@ -38,7 +38,7 @@ class Holder(RowHolder, Protocol):
 
 
 class Entry(NamedTuple):
-    """One tensor of a state dictionary.
+    """A tensor of a state dictionary.
 
     Attributes:
         table: whose it is.
@@ -145,7 +145,7 @@ def load_rows(holder: Holder, kind: Kind, tensors: Mapping[str, Tensor]) -> list
     Collective where there are several ranks. A tensor may be of any device.
 
     Returns:
-        What does not fit, on any rank; nothing is set then.
+        Descriptions of tensors that do not fit, on any rank; nothing is set then.
     """
     mesh, known = holder.mesh, entries(holder, kind)
     mine = [text for name, tensor in tensors.items() if (text := _misfit(name, tensor, known[name], mesh))]

@@ -88,7 +88,7 @@ class Placeholder(nn.Parameter):
 
     @staticmethod
     def make(gradients: RowGradients, discard: Callable[[], None]) -> Placeholder:
-        """One without elements."""
+        """Makes a placeholder without elements."""
         made = Placeholder(torch.empty(0, device="cpu"))
         made.gradients, made.discard = gradients, WeakMethod(discard)
         return made

@@ -17,7 +17,7 @@ from rowmesh.tables.shard import CoreShard, StoredShard, TableShard, Which
 
 
 def shards(engine: Engine, tables: Sequence[TableSpec], which: Which) -> list[TableShard]:
-    """What this rank holds of tables, up to date but for "group": that is as it is, and nothing is waited for."""
+    """The shards of tables on this rank, up to date; those of "group" as they are, without waiting."""
     return [_shard(engine, table, which) for table in tables]
 
 

@@ -1,4 +1,4 @@
-"""What a table is, which tables travel together, and how rows are stored."""
+"""Specs of tables, groups of tables that travel together, and stores of rows."""
 
 from rowmesh.tables.backing import BackingStore, MemoryStore
 from rowmesh.tables.cached import CachedArena, PinnedRows

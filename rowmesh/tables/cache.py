@@ -20,7 +20,7 @@ _CLEAN_SHARE = 4  # one cache slot of so many is kept free or clean, ahead of th
 
 @dataclass
 class TierCounters:
-    """What a cache did so far.
+    """Counters of a cache since it was made.
 
     Attributes:
         pins: how often a batch pinned its rows.

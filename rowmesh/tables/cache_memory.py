@@ -1,7 +1,7 @@
 """Cache memory: the rows of a cache in the memory where kernels use them, and how they get there and back.
 
-Rows in the host's memory are read and written in place. Those in a device's go through staging buffers, beside the
-computation: see [Note: copies beside the computation] in `rowmesh.ops.streams`.
+Rows in the host's memory are read and written in place. Rows in a device's memory go through staging buffers,
+beside the computation: see [Note: copies beside the computation] in `rowmesh.ops.streams`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Uses:
             self._pending.append((self._number, mark))
 
     def of(self, cache_slots: np.ndarray) -> list[Mark]:
-        """What to wait for before cache slots are copied; includes uses that came before the last of them."""
+        """Marks to wait for before cache slots are copied: those of their last use, and of all uses before it."""
         with self._lock:
             while self._pending and self._pending[0][1].has_passed:
                 self._pending.popleft()
@@ -241,7 +241,7 @@ class Copier:
             self._memory.take(self._packed, cache_slots)
 
     def packed(self) -> np.ndarray:
-        """What was packed last, the first of `records`; waits for it."""
+        """The records that were packed last, the first of `records`; waits for them."""
         records = self.records[: self._count]
         if self._packed is not None:
             self._packed.mark.wait()

@@ -73,7 +73,7 @@ class PinnedRows:
         self._stream: Stream | None = None  # whose kernels use the rows
 
     def ready(self) -> None:
-        """What is launched on the current stream from now on finds the rows; the host goes on.
+        """Makes the current stream wait for the rows: kernels launched from now on find them. The host goes on.
 
         Raises:
             RowmeshError: see `check`.
@@ -217,7 +217,7 @@ class CachedArena:
 
     @property
     def counters(self) -> TierCounters:
-        """What was done so far."""
+        """Counters of the cache since it was made."""
         return self._cache.counters
 
     def initialize(self, seed: int, held: Iterable[Iterable[Piece]]) -> None:
@@ -417,7 +417,7 @@ class CachedArena:
             self._versions.advance(cache_slots, slots)
 
     def apply(self, merged: Merged, lr: float, scaling: float, step: int, part: tuple[int, int] | None = None) -> None:
-        """Updates pinned rows in place; see `RowStore`. Of the host, `PinnedRows.apply` does it by slot.
+        """Updates pinned rows in place; see `RowStore`. In the host's memory, `PinnedRows.apply` does it by slot.
 
         Args:
             merged: cache slots and the gradients for each.

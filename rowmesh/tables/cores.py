@@ -23,7 +23,7 @@ from rowmesh.tables.tensor_train import TensorTrainShape
 
 @dataclass(frozen=True)
 class Cores:
-    """What a tensor-train table is: three cores, and a state of the optimizer for each.
+    """The numbers of a tensor-train table: three cores, and a state of the optimizer for each.
 
     Attributes:
         table: its name.
@@ -93,7 +93,7 @@ class CoreArena:
             self.tables = [Cores.empty(table, device) for table in group.tables]
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"group {group.name} on {device}: {error}") from error
-        # One a table: its buffers keep their sizes.
+        # Each table has its own workspace, whose buffers keep their sizes.
         self._workspaces = [None if self.is_on_device else Workspace() for _ in group.tables]
 
     def note_change(self) -> None:

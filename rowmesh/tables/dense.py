@@ -153,7 +153,7 @@ class DenseArena:
     def _wait(self) -> None:
         """Waits for all that the device was asked for: it may read and update rows of ids on any stream.
 
-        What comes later waits for the current stream, as for the batch that is routed there.
+        Later work waits for the current stream, as for the batch that is routed there.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

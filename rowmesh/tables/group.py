@@ -42,12 +42,12 @@ class TableGroup:
 
     @property
     def initializer(self) -> Initializer:
-        """What rows start from."""
+        """The distribution that rows start from."""
         return self.tables[0].initializer
 
     @property
     def storage(self) -> Storage:
-        """What rows are kept as."""
+        """The kind of storage of the tables."""
         return self.tables[0].storage
 
     @cached_property
@@ -67,7 +67,7 @@ class TableGroup:
 
     @property
     def num_rows(self) -> int:
-        """Of all tables together."""
+        """Rows of all tables together."""
         return sum(table.num_rows for table in self.tables)
 
     @property

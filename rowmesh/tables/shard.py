@@ -71,7 +71,7 @@ class LogicalShards(NamedTuple):
 
 
 class Rows(Protocol):
-    """What is read of a table: all that a rank holds, or what changed of it; as it is, or as it was at one moment.
+    """Contents of a table: all that a rank holds, or what changed of it; as it is, or as it was at one moment.
 
     Attributes:
         spec: the table.
@@ -100,14 +100,14 @@ class Rows(Protocol):
 
 
 class RowSource(Protocol):
-    """What can be saved: an `EmbeddingCollection`, a snapshot of one, …"""
+    """A source of tables to save: an `EmbeddingCollection`, a snapshot of one, …"""
 
     def synchronize(self) -> None: ...
     def shards(self, which: Which, /) -> Sequence[Rows]: ...
 
 
 class RowHolder(RowSource, Protocol):
-    """What can be loaded, and frozen, too: an `EmbeddingCollection`, or several."""
+    """A holder of tables, which can be loaded and frozen too: an `EmbeddingCollection`, or several."""
 
     @property
     def tables(self) -> Sequence[TableSpec]: ...
@@ -212,7 +212,7 @@ class PlacedRows(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """What changed since an earlier moment.
+    """The changes since an earlier moment.
 
     Attributes:
         marks: by `id` of a store, a byte for each slot: 0 where its row was not updated.
@@ -278,7 +278,7 @@ def row_dtype(num_rows: int) -> torch.dtype:
 
 
 class Field(NamedTuple):
-    """What a table has of each row, or one of its cores, or the state of one.
+    """An array of a table: the values or a state of its rows, a core, or a state of a core.
 
     Attributes:
         name: "values", or the name of a state; "core1" …, "core1.sum" … of cores.
@@ -313,7 +313,7 @@ def fields_of(spec: TableSpec) -> list[Field]:
 
 
 class TableShard:
-    """What this rank holds of one table; as it is, until the next step.
+    """The shard of a table that this rank holds; as it is, until the next step.
 
     Attributes:
         spec: the table.
@@ -343,7 +343,7 @@ class TableShard:
 
     @property
     def views(self) -> Sequence[LocalRows]:
-        """What can be set: rows that have numbers, or cores, one by one; to be committed."""
+        """Views that can be set: of rows that have numbers, or of cores, one by one; to be committed."""
         return []
 
     def replace(self, parts: Sequence[SavedShards], states: Sequence[str], step: int) -> None:
@@ -363,7 +363,7 @@ class TableShard:
 
     @property
     def num_slots(self) -> int:
-        """One past the last slot of the rows in their store."""
+        """The end of the slots: one past the last slot of the rows in their store."""
         return 0
 
     def _places(self, changed: Changed | None) -> Iterator[PlacedRows]:
@@ -466,7 +466,7 @@ class StoredShard(TableShard):
 
     @property
     def num_slots(self) -> int:
-        """One past the last slot."""
+        """The end of the slots: one past the last."""
         return max((piece.slots.stop for piece in self._held), default=0)
 
     def _places(self, changed: Changed | None) -> Iterator[PlacedRows]:

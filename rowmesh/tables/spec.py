@@ -49,11 +49,11 @@ MAX_DIM = 1024
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TableSpec:
-    """One embedding table.
+    """An embedding table.
 
     Attributes:
         name: unique among the tables of a model.
-        num_rows: ids of this table are 0 … num_rows − 1. Of a dynamic table left out: it is the capacity.
+        num_rows: ids of this table are 0 … num_rows − 1. Left out for a dynamic table: it is the capacity.
         dim: D, the length of a row, 1 to 1024; need not be a multiple of anything.
         features: the features that look rows up in this table; several may share it. Default: its name.
         pooling: how the rows of a bag become one vector; "none" returns one vector an id. The same for all features of
@@ -67,8 +67,8 @@ class TableSpec:
             a backing store; "tensor_train": every rank computes rows from three small
             cores, which are what is trained; or "dynamic": any int64 is an id, and rows come and go.
         tensor_train: how big the cores may be, where there are any; default: of rank 16.
-        dynamic: of a dynamic table: how many ids it holds, whom it admits and whom it evicts.
-        frozen: whether rows begin frozen: looked up, and not trained. Such tables fuse with each other alone, so that
+        dynamic: of a dynamic table: how many ids it holds, which it admits and which it evicts.
+        frozen: whether rows begin frozen: looked up, and not trained. Frozen tables fuse with each other alone, so that
             `EmbeddingCollection.unfreeze` and `freeze` can name them apart from others.
 
     Example:
@@ -210,7 +210,7 @@ class TableSpec:
         _ = self.tensor_train_shape
 
     def __repr__(self) -> str:
-        """What is not as by default.
+        """The fields that differ from their defaults.
 
         >>> TableSpec(name="item", num_rows=5, dim=4, features=("item",), pooling="mean")
         TableSpec(name='item', num_rows=5, dim=4, pooling='mean')

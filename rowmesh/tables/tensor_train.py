@@ -183,8 +183,8 @@ class TensorTrain:
 def factor_rows(num_rows: int) -> Factors:
     """Three factors, ascending, whose product is `num_rows` or a little more, with the least possible sum.
 
-    Of those, the product with the least padding. The last factor is the largest: ids that differ in it alone share
-    their prefix.
+    Among factors of that sum, the product has the least padding. The last factor is the largest: ids that differ in it
+    alone share their prefix.
 
     >>> factor_rows(1_000_000), factor_rows(7), factor_rows(10_000_019)
     ((100, 100, 100), (2, 2, 2), (212, 212, 223))

@@ -104,11 +104,11 @@ class UpdateRule:
 
     @cached_property
     def root_factor(self) -> float:
-        """What kernels multiply √v by: c^-½; 1 without moment scaling."""
+        """The factor of √v in kernels: c^-½; 1 without moment scaling."""
         return (getattr(self, "moment_scale", None) or 1.0) ** -0.5
 
     def numbers(self, lr: float, scaling: float, step: int) -> tuple[float, ...]:
-        """What kernels take: learning rate, factor of gradients, eps, β₁, β₂ and what √v is multiplied by.
+        """The arguments of kernels: learning rate, factor of gradients, eps, β₁, β₂ and factor of √v.
 
         A rule that decays has one more: λ, or for Adam 1 − lr · λ.
 
@@ -142,7 +142,7 @@ class SGD(UpdateRule):
 
 @dataclass(frozen=True, kw_only=True)
 class _Accumulating(UpdateRule):
-    """What the AdaGrad rules share: one sum of squares that only grows."""
+    """The base of the AdaGrad rules: one sum of squares that only grows."""
 
     eps: float
     initial_accumulator: float = 0.0

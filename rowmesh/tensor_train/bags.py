@@ -92,7 +92,7 @@ def padding_last(bags: Bags, padding: int | None) -> Bags:
 def bounded(bags: Bags, num_rows: int) -> tuple[Tensor, Tensor]:
     """The ids of bags on a device, none of which harms kernels, and which of them were no rows, bool `[N]`.
 
-    Those that belong to no bag are NO_ID.
+    Ids that belong to no bag are NO_ID.
     """
     is_used = torch.arange(bags.ids.numel(), device=bags.ids.device) < bags.bounds[-1]
     outside = is_used & ((bags.ids < 0) | (bags.ids >= num_rows))

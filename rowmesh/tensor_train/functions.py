@@ -1,4 +1,4 @@
-"""What autograd sees: the rows of distinct ids, or bags of them, as a function of the cores."""
+"""Functions of autograd: the rows of distinct ids, or bags of them, as a function of the cores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pending:
         self.threads: set[int] = set()
 
     def take(self, lookup: Lookup, row_gradients: Tensor) -> None:
-        """Adds those of one backward."""
+        """Adds the gradients of one backward."""
         self.taken.append((lookup, row_gradients))
         self.threads.add(threading.get_ident())
 

@@ -180,7 +180,7 @@ class TensorTrainEmbeddingBag(nn.Module):
 
     @untraced
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """One vector a bag.
+        """Pools the rows of each bag into one vector.
 
         Args:
             input: ids, int64 or int32: `[N]` with offsets, or `[B, L]`, whose lines are the bags.

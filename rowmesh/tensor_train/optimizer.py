@@ -25,8 +25,8 @@ class TensorTrainOptimizer(torch.optim.Optimizer):
     Adam is torch's on touched slices, lazily like `torch.optim.SparseAdam`, t counting the steps of the optimizer.
 
     Several backward passes before one step add up. Learning-rate schedules of `torch.optim.lr_scheduler` work on it,
-    and it is saved, copied and pickled like any optimizer. What reads `grad` finds none: `clip_grad_norm_` passes the
-    cores by, `step` refuses gradients that reach them by another way than a look-up (`dense()`, a penalty), and a
+    and it is saved, copied and pickled like any optimizer. Code that reads `grad` finds none: `clip_grad_norm_` passes
+    the cores by, `step` refuses gradients that reach them by another way than a look-up (`dense()`, a penalty), and a
     look-up refuses `DistributedDataParallel`. A torch optimizer trains the cores where one of these is wanted.
 
     Args:

@@ -37,7 +37,7 @@ class Located:
 
 
 class Candidates(Protocol):
-    """What counts unknown ids."""
+    """A counter of unknown ids."""
 
     def judge(self, unknown: Located, counts: np.ndarray, renew: bool) -> np.ndarray: ...
 

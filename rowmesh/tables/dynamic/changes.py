@@ -1,4 +1,4 @@
-"""What a batch changed in a table, until it has ended on all ranks: then its victims' frames are free."""
+"""Changes of a batch in a table, until the batch has ended on all ranks: then its victims' frames are free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rowmesh.tables.dynamic.state import NO_FACTS, NONE
 
 @dataclass(kw_only=True)
 class Change:
-    """A batch's. Arrays are int64 `[n]`; those of ids are distinct.
+    """The changes of a batch. Arrays are int64 `[n]`; the ids of an array are distinct.
 
     Attributes:
         number: of the batch.
@@ -52,7 +52,7 @@ class Change:
         self.promoted_ids = self.forgotten_ids = NONE
 
     def undo(self, ids: np.ndarray, frames: np.ndarray) -> None:
-        """Finds ids as before the change; their frames are still pinned. Those that came back have their rows there."""
+        """Finds ids as before the change; their frames are still pinned. Ids that came back have their rows there."""
         places, found = find_in(self.evicted_ids, ids)
         frames[found] = self.evicted_frames[places[found]]
         frames[np.isin(ids, self.admitted_ids)] = -1

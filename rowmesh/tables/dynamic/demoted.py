@@ -30,7 +30,7 @@ from rowmesh.tables.dynamic.stores import FrozenStore, RecordStore, SharedStore
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of ids that are in no index.
+    """Facts and rows of ids that are in no index.
 
     Attributes:
         is_there: bool `[N]`: whether anything is.
@@ -45,7 +45,7 @@ class Found:
     records: np.ndarray
 
     def at(self, chosen: np.ndarray) -> Found:
-        """Of some of the ids."""
+        """Selects some of the ids."""
         return Found(self.is_there[chosen], self.frames[chosen], self.facts[chosen], self.records[chosen])
 
 
@@ -90,7 +90,7 @@ class Demoted:
         self._store.close()
 
     def find(self, changes: Sequence[Change], ids: np.ndarray, ahead: Container[int] = ()) -> Found:
-        """What is known of ids; changes nothing.
+        """Finds the facts and rows of ids that the index does not know; changes nothing.
 
         Args:
             changes: of the steps that are not flushed.
@@ -170,7 +170,7 @@ class Demoted:
             rows, state = self._arena.read_rows(change.evicted_frames[kept] + self._first_slot)
             records = self._layout.pack(rows, state, change.evicted_facts[kept])
             self._store.put(self._shards_of(ids), ids, records)
-        # What an average brought back and demoted again was there; what is forgotten as it is demoted never was.
+        # An id that an average brought back and demoted again was there; an id forgotten as it is demoted never was.
         were_there = np.isin(gone, change.promoted_ids) | ~np.isin(gone, change.evicted_ids)
         self._note(gone, were_there, ids)
 
@@ -187,7 +187,7 @@ class Demoted:
             self._num_stored += sign * np.bincount(self._shards.shards_of(ids), minlength=len(self._num_stored))
 
     def stored(self, touched: Touched | None = None) -> StoredRecords:
-        """What is in the store, between two steps.
+        """The records in the store, between two steps.
 
         Args:
             touched: whose records are read; None: all.
@@ -210,7 +210,7 @@ class Demoted:
         return StoredChanges(self._listeners)
 
     def touched(self, since: StoredChanges) -> Touched:
-        """What was put into the store, and left it; nothing may wait to be flushed."""
+        """The ids that were put into the store, or left it, since a moment; nothing may wait to be flushed."""
         is_ordered, num_shards = any(self._rooms), len(self._rooms)
         put, gone = since.put if is_ordered else np.sort(since.put), np.sort(since.gone)
         num_stored = np.array([len(order) for order in self._order], np.int64) if is_ordered else self._num_stored
@@ -253,6 +253,6 @@ class Demoted:
 
 
 def promoted_of(places: np.ndarray, found: Found) -> Promoted:
-    """Those of a step's ids that come back, given which places were looked for and what was found."""
+    """The ids of a step that come back, given the places that were looked for and what was found."""
     there = found.is_there
     return Promoted(places[there], found.facts[there], found.frames[there])

@@ -1,4 +1,4 @@
-"""What a dynamic table has demoted, as arrays to be saved by logical shard, and from such arrays again.
+"""The demoted records of a dynamic table, as arrays to be saved by logical shard, and from such arrays again.
 
 They are read from the store some at a time, in the order in which they were demoted where the store has a limit, as
 that decides who is forgotten next. A checkpoint has them apart from the ids in fast memory, so that any store reads
@@ -64,7 +64,7 @@ class DemotedRows:
         return self._read
 
     def forget(self) -> None:
-        """What was read is not needed any more."""
+        """Forgets the records that were read."""
         self._read = None
 
 

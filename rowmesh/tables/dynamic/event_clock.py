@@ -10,11 +10,11 @@ import numpy as np
 from rowmesh.errors import DataError
 
 NO_TIME = -(2**63)
-"""Of a batch that has none."""
+"""The time of a batch that has none."""
 
 
 class Advanced(NamedTuple):
-    """What a step changed of a clock.
+    """The changes of a step to a clock.
 
     Attributes:
         now: as it was.
@@ -31,8 +31,8 @@ class Advanced(NamedTuple):
 class EventClock:
     """Maps time to steps: a step is at the latest event so far, so it never runs backwards.
 
-    Of an id it needs no more than the step in which it was last seen, as all ids of a step have one time. What is older
-    than the time to live is forgotten.
+    For an id it needs no more than the step in which the id was last seen, as all ids of a step have one time. It
+    forgets steps past the time to live.
 
     Args:
         ttl_seconds: time to live; 0: there is no clock.
@@ -88,7 +88,7 @@ class EventClock:
                 "that of its latest event in seconds, or name the column of times in the schema of raw data"
             )
 
-    # What is saved
+    # Saving and loading
 
     def times_of(self, steps: np.ndarray) -> np.ndarray:
         """The times of steps that are not past their time to live: int64 like `steps`; none where there is no clock."""

@@ -23,7 +23,7 @@ from rowmesh.tables.dynamic.state import OpenedIds
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the owner of some shards of a table decided of a step's ids. Each id is of one of the four kinds.
+    """The owner's decisions about the ids of a step in some shards of a table. Each id is of one of the four kinds.
 
     Attributes:
         table: its name.

@@ -11,7 +11,7 @@ from rowmesh.tables.dynamic.demoted import Found
 
 @dataclass(frozen=True)
 class KnownIds:
-    """Of some ids.
+    """Frames and facts of some ids.
 
     Attributes:
         frames: int64 `[N]`, in the index; −1: it does not know the id.
@@ -27,11 +27,11 @@ class KnownIds:
 
     @classmethod
     def nothing(cls, count: int) -> KnownIds:
-        """Of so many ids nothing is known."""
+        """So many ids, of which nothing is known."""
         return cls(np.full(count, -1), np.zeros((count, 3), np.int64), np.arange(count), None)
 
     def at(self, chosen: np.ndarray) -> KnownIds:
-        """Of those of the ids that a mask names."""
+        """Selects the ids that a mask names."""
         places, stay = np.cumsum(chosen) - 1, chosen[self.unknown]
         found = None if self.found is None else self.found.at(stay)
         return KnownIds(self.frames[chosen], self.facts[chosen], places[self.unknown[stay]], found)

@@ -1,4 +1,4 @@
-"""What a rank owns of a dynamic table: the shards that decide, and the frames that have the rows."""
+"""The share of a rank in a dynamic table: the shards that decide, and the frames that have the rows."""
 
 from __future__ import annotations
 
@@ -420,10 +420,10 @@ class OwnedTable:
     def _start(self, frames: np.ndarray, ids: np.ndarray) -> None:
         self._arena.start(frames + self._piece.slots.start, ids, self.seed, self._table)
 
-    # What several replica groups know, see `rowmesh.exchange.resolve.merging`
+    # Averages of replica groups, see `rowmesh.exchange.resolve.merging`
 
     def held(self, ids: np.ndarray) -> KnownIds:
-        """What is known here of distinct ids, demoted or not; changes nothing.
+        """Finds frames and facts of distinct ids here, demoted or not; changes nothing.
 
         Raises:
             StoreError: the store does not answer; names it.
@@ -486,10 +486,10 @@ class OwnedTable:
         )
 
     def release(self, first: int) -> None:
-        """Batches before number `first` have ended on all ranks: what they freed may be used again.
+        """Frees what batches before number `first` hold, which have ended on all ranks.
 
         Raises:
-            StoreError: the store does not answer; names it. What could not be written waits for the next call.
+            StoreError: the store does not answer; names it. Records that were not written wait for the next call.
         """
         while self._kept and self._kept[0].number < first:
             del self._kept[0]
@@ -521,7 +521,7 @@ class OwnedTable:
         self._changes = sorted([*self._changes, *change.taken], key=lambda each: each.number)
 
     def flush(self) -> Demoted | None:
-        """What is demoted here, when all of it is in the store; with no batch under way. None: nothing ever is.
+        """Brings the store up to date, with no batch under way, and returns the demoted ids; None: there never are any.
 
         Raises:
             StoreError: the store does not answer; names it.
@@ -543,7 +543,7 @@ class OwnedTable:
         if self._demoted is not None:
             self._demoted.close()
 
-    # What is saved
+    # Saving and loading
 
     def slots(self, frames: np.ndarray) -> np.ndarray:
         """Where in the arena frames are."""

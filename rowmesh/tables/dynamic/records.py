@@ -46,13 +46,13 @@ class KnownBefore(NamedTuple):
     stored: StoredChanges | None = None
 
     def close(self) -> None:
-        """What changes from now on is not noted; may be called again."""
+        """Stops noting changes; may be called again."""
         if self.stored is not None:
             self.stored.close()
 
 
 class KnownCopy:
-    """What the shards of this rank know at one boundary between two steps, without rows: copies.
+    """Copies of what the shards of this rank know at one boundary between two steps, without rows.
 
     Making one copies 24 or 32 bytes an id; they are put in order when they are first read, perhaps by another thread.
 

@@ -85,7 +85,7 @@ def smallest(
 
 
 def _keys(facts: np.ndarray, kind: int, decay_steps: int, step: int) -> list[np.ndarray]:
-    """What ids leave by: of equal ones of the last key, the first decides."""
+    """The keys by which ids leave: where the last key is equal, the first decides."""
     seen, score = facts[:, 0], facts[:, 2]
     if kind == victims.RECENCY:
         return [seen]

@@ -49,7 +49,7 @@ _NOTHING = Promoted(NONE, NO_FACTS, NONE)
 
 @dataclass(frozen=True)
 class _Unknown:
-    """Those ids of a step that are unknown, and not promoted."""
+    """The ids of a step that are unknown, and not promoted."""
 
     located: Located
     counts: np.ndarray
@@ -58,7 +58,7 @@ class _Unknown:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What a step will change."""
+    """The changes that a step will make."""
 
     totals: np.ndarray  # of the unknown ids
     admitted: np.ndarray  # a mask of them
@@ -381,7 +381,7 @@ class DynamicShards:
                 score = score >> np.minimum(halvings, 63)
         return Statistics(known, facts[:, 1], last, score)
 
-    # What several replica groups know, see `rowmesh.exchange.resolve.merging`
+    # Averages of replica groups, see `rowmesh.exchange.resolve.merging`
 
     def facts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The frame of each id, −1 where it is unknown; and `[N, 3]`: last step + 1, count and frequency, or zeros."""
@@ -404,14 +404,14 @@ class DynamicShards:
         self._frames.check(int(needs.sum()))
 
     def unite(self, merged: MergedFacts, rows_at: np.ndarray | None) -> United:
-        """Sets facts of ids, of which unknown ones enter, and leave that are past their time to live.
+        """Sets facts of ids: unknown ids enter, and ids that are past their time to live leave.
 
-        Then those of the smallest (score, id) leave full shards. `check_merged` comes before.
+        Then the ids of the smallest (score, id) leave full shards. `check_merged` comes before.
 
         Args:
             merged: the ids.
-            rows_at: int64 `[N]`, where ids that leave are demoted: the frames, pinned, that ids have which are in no
-                index; −1: none. Those that do not enter get frames then too, which are pinned.
+            rows_at: int64 `[N]`, where ids that leave are demoted: the pinned frames of ids that are in no index; −1:
+                none. Ids that do not enter get frames then too, which are pinned.
         """
         batch, frames, stays = self._find_merged(merged)
         index, facts, is_new = self.host_index, merged.facts, frames < 0
@@ -481,7 +481,7 @@ class DynamicShards:
         return np.where(is_merged[:, None], facts[places], self._index.facts(here))
 
     def sightings(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """Of ids that are not admitted: the window; ids, ascending, and their counts; or the sketches by shard."""
+        """Sightings of ids that are not admitted: the window; ids, ascending, and counts; or sketches by shard."""
         states = [self.counted_in(shard) for shard in self.shards]
         sketches, ids, counts = zip(*states, strict=True)
         ids = np.concatenate(ids)
@@ -498,7 +498,7 @@ class DynamicShards:
             columns = (NONE, NONE, NONE, NONE, NONE, sketch, batch.ids[mine], counts[mine])
             self._candidates.load(local, ShardState(*columns, self._step, self._window), batch.at(mine))
 
-    # What is saved
+    # Saving and loading
 
     @property
     def known_frames(self) -> np.ndarray:
@@ -510,11 +510,11 @@ class DynamicShards:
         return self._index.read(frames)
 
     def column_of(self, frames: np.ndarray, column: int) -> np.ndarray:
-        """One number of each, as `rowmesh.ops.dynamic_index` counts them."""
+        """A column of the records in some frames; `rowmesh.ops.dynamic_index` numbers the columns."""
         return self._index.read(frames)[:, column]
 
     def columns(self, records: np.ndarray) -> dict[str, np.ndarray]:
-        """By their names in `ShardState`."""
+        """The columns of records, by their names in `ShardState`."""
         last = records[:, SEEN] - 1
         scores = last.copy() if self._kind == victims.RECENCY else records[:, SCORE].copy()
         return {"ids": records[:, ID].copy(), "counts": records[:, COUNT].copy(), "last_steps": last, "scores": scores}

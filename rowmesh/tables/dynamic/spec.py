@@ -38,7 +38,7 @@ class Dynamic:
             step) goes to the store and comes back when the id is asked for again ("demote").
         store: where to, with "demote": `memory`, `file:FOLDER`, `rocksdb:FOLDER`, or the URL of a Redis server; see
             `rowmesh.tables.dynamic.stores`. `$NAME` stands for the variable NAME of the environment, as for a
-            password. What a store has of an earlier run is removed.
+            password. Records of an earlier run are removed.
         store_capacity: records that the store keeps at most, over all ranks; beyond, those that came first are
             forgotten, shard by shard. Needed for files. Default: no limit.
         store_retry_s: seconds for which a store that does not answer is asked again; less than what ranks wait for each

@@ -1,4 +1,4 @@
-"""What dynamic shards answer and store, as plain arrays."""
+"""Plain arrays that dynamic shards answer and store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NONE, NO_FACTS = np.empty(0, np.int64), np.empty((0, 3), np.int64)  # of no ids
 
 @dataclass(frozen=True, eq=False)
 class Before:
-    """What a step changed of some shards, as it was.
+    """The former state of what a step changed in some shards.
 
     Attributes:
         step, window: of the step before.
@@ -44,7 +44,7 @@ class Before:
 
 @dataclass(frozen=True)
 class OpenedIds:
-    """What became of a step's ids. Numbers are of distinct ids, not of occurrences.
+    """The result of opening a step's ids. Numbers are of distinct ids, not of occurrences.
 
     Attributes:
         frames: int64 `[N]`, where the row of each id is.
@@ -98,7 +98,7 @@ class OpenedIds:
 
 @dataclass(frozen=True)
 class Promoted:
-    """Those ids of a step that were demoted, and come back.
+    """The demoted ids of a step that come back.
 
     Attributes:
         places: int64 `[R]`, in the step's ids, ascending.
@@ -113,7 +113,7 @@ class Promoted:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of ids; zeros where `known` is false.
+    """Statistics of ids; zeros where `known` is false.
 
     Attributes:
         known: bool `[N]`; ids that are demoted are known.
@@ -131,7 +131,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class ShardState:
-    """One shard, complete: the same arrays whatever the number of ranks. Ids ascend.
+    """A complete shard: the same arrays whatever the number of ranks. Ids ascend.
 
     `scores` are frequencies as of `last_steps` (not decayed since), the caller's scores, or the last steps.
     `frames` mean something only where they were taken; `load` gets new ones. `window` is that of the candidates,
@@ -155,14 +155,14 @@ class ShardState:
 
 @dataclass(frozen=True)
 class MergedFacts:
-    """What replica groups know together, of ids that each may know differently.
+    """Facts that replica groups know together, about ids that each may know differently.
 
     Attributes:
         ids: int64 `[N]`, ascending, of the shards here.
         facts: int64 `[N, 3]`: last steps + 1, counts, and scores as of these steps.
         enters: bool `[N]`: which ids some group has in its index; the others are demoted wherever they are known.
         clock: by which ids live.
-        changed: int64, ascending: these ids, and those that nobody knows any more.
+        changed: int64, ascending: these ids, and the ids that no group knows any more.
     """
 
     ids: np.ndarray

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 MIN_EVENTS = 1 << 16
-"""So many are kept, at least, before those of one id are made one."""
+"""Changes that are kept, at least, before the changes of each id are joined."""
 
 
 class Touched(NamedTuple):
-    """What of a store changed since a moment.
+    """The changes of a store since a moment.
 
     Attributes:
         put: by shard, the ids whose records are new there: in the order of their demotion where there is a limit, else
@@ -64,7 +64,7 @@ class StoredChanges:
             self._room = max(MIN_EVENTS, 2 * self._num_events)
 
     def _joined(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """One change of each id, in the order of the last ones."""
+        """Joins the changes of each id into one, in the order of the last ones."""
         none = np.empty(0, np.int64), np.empty(0, bool), np.empty(0, bool)
         ids, is_there, was_there = map(np.concatenate, zip(none, *self._events, strict=True))
         distinct, first = np.unique(ids, return_index=True)

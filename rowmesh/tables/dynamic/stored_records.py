@@ -13,14 +13,14 @@ from rowmesh.tables.dynamic.shards import DynamicShards
 
 
 class Readable(Protocol):
-    """What of a `RecordStore` is read."""
+    """The reading part of a `RecordStore`."""
 
     def get(self, shards: np.ndarray, ids: np.ndarray, records: np.ndarray) -> np.ndarray: ...
     def ids_in(self, shard: int) -> np.ndarray: ...
 
 
 class StoredRecords:
-    """Of one table on one rank.
+    """The stored records of one table on one rank.
 
     Args:
         store: has them.

@@ -85,10 +85,10 @@ class DynamicShard(TableShard):
 
     @property
     def num_slots(self) -> int:
-        """Of the arena: ids come and go."""
+        """Slots of the whole arena: ids come and go."""
         return 0 if self._found is None else self._arena.num_slots
 
-    # What is known now
+    # Known and demoted ids now
 
     @cached_property
     def _known(self) -> KnownCopy:
@@ -151,7 +151,7 @@ class DynamicShard(TableShard):
             piece.forget()
 
     def _demoted_now(self, changed: Changed | None) -> DemotedRecords | None:
-        """What is demoted now, or what of it changed, until the next step; None where nothing ever is."""
+        """The demoted records now, or their changes, until the next step; None where ids are never demoted."""
         demoted = None if self._found is None else self._found.flush()
         if demoted is None:
             return None
@@ -170,7 +170,7 @@ class DynamicShard(TableShard):
         return KnownBefore(frames, shards.column_of(frames, ID), self._step, stored)
 
     def freeze(self, changed: Changed | None) -> ShardMoment:
-        """What is known, or what of it changed; see `TableShard`."""
+        """Freezes what is known, or what of it changed; see `TableShard`."""
         if self._found is None:
             return ShardMoment()
         known = self._known
@@ -183,10 +183,10 @@ class DynamicShard(TableShard):
         return _DynamicMoment(known, self._found.slots, frozen)
 
     def changed(self, before: KnownBefore, marks: np.ndarray) -> KnownCopy:
-        """What is known and changed, and which ids are gone.
+        """Copies the facts that changed, with the ids that are gone.
 
-        A batch changes no more than the ids that it has, and those that it evicts. Rows may be updated later than their
-        ids were seen, which marks tell.
+        A batch changes no more than the ids that it has, and the ids that it evicts. Rows may be updated later than
+        their ids were seen, which marks tell.
 
         Args:
             before: since when.
@@ -203,7 +203,7 @@ class DynamicShard(TableShard):
         stored = None if changed is None else changed.known[self.spec.name].stored
         return None if stored is None else demoted.touched(stored)
 
-    # What was saved
+    # Loading
 
     def replace(self, parts: Sequence[SavedShards], states: Sequence[str], step: int) -> None:
         """Replaces everything by what was saved; see `TableShard`."""
@@ -245,7 +245,7 @@ class DynamicShard(TableShard):
 
 
 class _DynamicMoment(ShardMoment):
-    """What was known at a moment, or what of it changed. Ids are put in order when they are first read."""
+    """The shard as it was at a moment, or what of it changed. Ids are put in order when they are first read."""
 
     def __init__(
         self, known: KnownCopy, slots: Callable[[np.ndarray], np.ndarray], demoted: DemotedRecords | None

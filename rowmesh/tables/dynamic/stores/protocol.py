@@ -16,7 +16,7 @@ KEY = np.dtype([("shard", ">u4"), ("id", ">u8")])
 
 
 class RecordStore(Protocol):
-    """Records of one table. What a call wrote is acknowledged when it returns. One thread at a time.
+    """Records of one table. A write is acknowledged when its call returns. One thread at a time.
 
     A call can be repeated: it leaves the same records. Where one raises, some of its own records may be written, and
     no other has changed.
@@ -57,11 +57,11 @@ class RecordStore(Protocol):
         ...
 
     def ids_in(self, shard: int) -> np.ndarray:
-        """Of all records of a shard, int64 `[N]` ascending."""
+        """The ids of all records of a shard, int64 `[N]` ascending."""
         ...
 
     def clear(self, shards: range) -> None:
-        """Removes all records of some shards. What no other process may have open is emptied."""
+        """Removes all records of some shards. A store that no other process may have open is emptied."""
         ...
 
     def flush(self) -> None:

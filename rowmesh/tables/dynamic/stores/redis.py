@@ -96,7 +96,7 @@ class RedisRecords:
         self._pipeline(lambda pipe: pipe.unlink(*map(self._key, shards)) if shards else None)
 
     def flush(self) -> None:
-        """What the server does with its disk is its own configuration."""
+        """No-op: the configuration of the server says what it does with its disk."""
 
     def close(self) -> None:
         """See `RecordStore.close`; removes the records."""

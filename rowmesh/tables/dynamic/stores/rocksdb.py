@@ -46,7 +46,7 @@ def options_of(rocks: Any) -> Any:
 class RocksRecords:
     """Records of one table in a folder of RocksDB; see `RecordStore`. One process has it open at a time.
 
-    What a call wrote outlives this process as soon as it returns, however the process ends. `flush` makes it outlive a
+    Writes outlive this process as soon as their call returns, however the process ends. `flush` makes them outlive a
     power cut; `sync` does so with every call.
 
     Args:

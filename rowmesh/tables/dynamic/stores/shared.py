@@ -1,7 +1,7 @@
-"""SharedStore: a store of records of which another thread reads what it had at one moment, while it changes.
+"""SharedStore: a store of records that changes while another thread reads what it had at one moment.
 
-What a change is about to write over, or remove, is read and kept first, in memory. So the store pays for what changes
-meanwhile, however much it has.
+Records that a change is about to write over, or remove, are read and kept first, in memory. So the store pays for what
+changes meanwhile, however much it has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedStore:
         self.frozen: FrozenStore | None = None
 
     def freeze(self, wanted: np.ndarray | None = None) -> FrozenStore:
-        """What it has now, to be read until that is closed; one at a time.
+        """The records that it has now, to be read until the frozen store is closed; one at a time.
 
         Args:
             wanted: int64 `[N]`, ids that are read, and no others, one by one; None: all are.
@@ -90,7 +90,7 @@ class SharedStore:
 
 
 class FrozenStore:
-    """What a `SharedStore` had when this was made; for another thread than the one that changes it."""
+    """The records that a `SharedStore` had when this was made; for another thread than the one that changes it."""
 
     def __init__(self, shared: SharedStore, wanted: np.ndarray | None) -> None:
         self._shared, self._wanted = shared, None if wanted is None else np.sort(wanted)

@@ -158,7 +158,7 @@ class _SlotIndex:
         self.free(self._index.erase(*self._located(shards, ids)))
 
     def ids_in(self, shard: int) -> np.ndarray:
-        """Those of a shard that have slots, ascending."""
+        """The ids of a shard that have slots, ascending."""
         if shard >= len(self._index.headers):
             return np.empty(0, np.int64)
         return np.sort(self._index.records[self._index.slots_in(shard), ID])
@@ -191,7 +191,7 @@ class _GrowingMemory:
             piece.write(places, np.ascontiguousarray(records[at]))
 
     def _parts(self, slots: np.ndarray) -> Iterator[tuple[MemoryStore, np.ndarray, np.ndarray]]:
-        """Of each piece that has some, their places in it, and in `slots`."""
+        """The pieces that have some of the slots, with the places of these in the piece and in `slots`."""
         numbers, places = np.divmod(slots, np.uint32(_PIECE_RECORDS))
         for number in np.unique(numbers).tolist():
             at = np.flatnonzero(numbers == number)
