@@ -10,7 +10,7 @@ import torch
 
 from rowmesh.checkpoint.chain import ChainLink, read_chain
 from rowmesh.checkpoint.files import SavedFiles
-from rowmesh.checkpoint.saved_tables import saved_table
+from rowmesh.checkpoint.saved_tables import reader_of
 from rowmesh.checkpoint.write import save
 from rowmesh.tables.shard import Rows, Which
 
@@ -31,14 +31,14 @@ def compact(folder: Path) -> bool:
     manifest = chain[0].manifest
     if manifest.parent is None:
         return False
-    saved = _Saved(chain)
+    saved = _ChainTables(chain)
     dense = io.BytesIO()
     torch.save(saved.files[0].dense(), dense)
     save(folder, saved, dense.getbuffer(), metadata=manifest.metadata, replaces=manifest.identity, beside_steps=True)
     return True
 
 
-class _Saved:
+class _ChainTables:
     """The tables of a chain, as `save` wants those of a collection."""
 
     def __init__(self, chain: Sequence[ChainLink]) -> None:
@@ -50,4 +50,4 @@ class _Saved:
 
     def shards(self, which: Which, /) -> list[Rows]:
         """All tables, whole."""
-        return [saved_table(table, of_table, self.files).whole() for table, of_table in self._entries.items()]
+        return [reader_of(table, of_table, self.files).whole() for table, of_table in self._entries.items()]

@@ -10,7 +10,7 @@ from rowmesh.checkpoint.chain import read_chain
 from rowmesh.checkpoint.entries import TableEntry
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.manifest import Manifest
-from rowmesh.checkpoint.saved_tables import saved_table
+from rowmesh.checkpoint.saved_tables import reader_of
 from rowmesh.errors import CheckpointError
 from rowmesh.tables.shard import RowHolder, TableShard
 
@@ -44,7 +44,7 @@ def load(folder: Path, embeddings: RowHolder, *, optimizer_state: bool = True, v
         name = shard.spec.name
         entries = [link.manifest.tables[name] for link in chain]
         _check_table(shard, entries[0], optimizer_state)
-        saved_table(name, entries, files).load(shard, optimizer_state=optimizer_state)
+        reader_of(name, entries, files).load(shard, optimizer_state=optimizer_state)
         reseeded |= _reseeded(shard, entries[0])
     if reseeded:
         saved, here = next(iter(reseeded.values()))

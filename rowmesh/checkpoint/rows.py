@@ -15,7 +15,7 @@ from rowmesh.checkpoint.chain import ChainLink, read_chain
 from rowmesh.checkpoint.files import SavedFiles
 from rowmesh.checkpoint.known import saved_shards
 from rowmesh.checkpoint.manifest import Manifest
-from rowmesh.checkpoint.saved_tables import saved_table
+from rowmesh.checkpoint.saved_tables import reader_of
 from rowmesh.errors import CheckpointError
 from rowmesh.tables.dynamic import demoted_records as demoted
 
@@ -41,7 +41,7 @@ class SavedRows:
         chain = _chain(folder, manifest)
         files = [SavedFiles(*link, verify=verify) for link in chain]
         entry, self.table = manifest.tables[table], table
-        self._saved = saved_table(table, [link.manifest.tables[table] for link in chain], files)
+        self._saved = reader_of(table, [link.manifest.tables[table] for link in chain], files)
         self.num_rows, self.dim = entry.num_rows, entry.dim
         self.dtype: torch.dtype = getattr(torch, entry.dtype)
 

@@ -1,6 +1,6 @@
 """Saved tables: a table of a checkpoint, or of a chain, that is loaded into a shard, or written anew as a whole.
 
-`saved_table` gives the reader of an entry: rows, cores and dynamic tables differ here, and in `entries`.
+`reader_of` gives the reader of an entry: rows, cores and dynamic tables differ here, and in `entries`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from rowmesh.tables.dynamic.records import REMOVED
 from rowmesh.tables.shard import Form, LogicalShards, Rows, TableShard
 from rowmesh.tables.tensor_train import TensorTrainShape
 
-SHARD_BYTES = 64 << 20
-"""Memory of the rows that are read at once."""
+_PIECE_BYTES = 64 << 20  # of rows that are read at once
 
 
-class Saved:
+class TableReader:
     """A table that was saved.
 
     Args:
@@ -60,19 +59,19 @@ class Saved:
         Raises:
             CheckpointError: see `load`; or rows have ids.
         """
-        raise CheckpointError(f"the rows of table {self._table!r} have ids and no numbers; SavedKnown reads them")
+        raise CheckpointError(f"the rows of table {self._table!r} have ids and no numbers; load the table, or export it")
 
     def whole(self) -> Rows:
         """All of it, to be written, as it is in the files: of bfloat16 the bits."""
         raise NotImplementedError
 
 
-def saved_table(table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> Saved:
-    """The reader of a table, by the form of its newest entry; see `Saved`."""
+def reader_of(table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> TableReader:
+    """The reader of a table, by the form of its newest entry; see `TableReader`."""
     return _READERS[type(entries[0].content)](table, entries, files)
 
 
-class _SavedByRow(Saved):
+class _SavedByRow(TableReader):
     """Rows that have numbers."""
 
     def __init__(self, table: str, entries: Sequence[TableEntry], files: Sequence[SavedFiles]) -> None:
@@ -80,17 +79,17 @@ class _SavedByRow(Saved):
         self._saved = SavedTable(table, entries, files)
 
     def load(self, shard: TableShard, *, optimizer_state: bool) -> None:
-        """See `Saved`."""
+        """See `TableReader`."""
         for view in shard.views:
             self._saved.fill(view.rows, {"values": view.values, **(view.state if optimizer_state else {})})
             view.commit()
 
     def fill(self, rows: range, values: Tensor) -> None:
-        """See `Saved`."""
+        """See `TableReader`."""
         self._saved.fill(rows, {"values": values})
 
     def whole(self) -> Rows:
-        """See `Saved`."""
+        """See `TableReader`."""
         num_rows, full = self._entries[0].num_rows, self._files[-1]
         forms = {kind: full.like(file) for kind, file in self._entries[-1].parts[0].files.items()}
 
@@ -107,7 +106,7 @@ class _SavedByRow(Saved):
         return _WholeTable(_spec(self._table, self._entries[0]), "rows", pieces={"": pieces})
 
 
-class _SavedCores(Saved):
+class _SavedCores(TableReader):
     """Cores, which an increment has whole."""
 
     @property
@@ -117,7 +116,7 @@ class _SavedCores(Saved):
         return found
 
     def load(self, shard: TableShard, *, optimizer_state: bool) -> None:
-        """See `Saved`."""
+        """See `TableReader`."""
         for view in shard.views:
             for name, target in view.fields.items():
                 if optimizer_state or "." not in name:
@@ -154,7 +153,7 @@ class _SavedCores(Saved):
         as_numpy(target)[:] = file[:]
 
     def whole(self) -> Rows:
-        """See `Saved`."""
+        """See `TableReader`."""
         return _WholeTable(_spec(self._table, self._entries[0]), "cores", self._arrays(), is_common=True)
 
     def _arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
@@ -163,7 +162,7 @@ class _SavedCores(Saved):
             yield kind, np.array(self._files[0].array(self._table, kind, self._cores.files, like, tuple(like.shape))[:])
 
 
-class _SavedIds(Saved):
+class _SavedIds(TableReader):
     """A dynamic table that was saved."""
 
     @property
@@ -171,7 +170,7 @@ class _SavedIds(Saved):
         return known_entry(self._entries[0])
 
     def load(self, shard: TableShard, *, optimizer_state: bool) -> None:
-        """See `Saved`."""
+        """See `TableReader`."""
         spec, logical, parts = shard.spec, shard.logical, []
         states = list(spec.optimizer.state) if optimizer_state else []
         if logical is not None and logical.shards:
@@ -181,7 +180,7 @@ class _SavedIds(Saved):
         shard.replace(parts, states, self._known.step)
 
     def whole(self) -> Rows:
-        """See `Saved`; demoted ids have their facts beside the states."""
+        """See `TableReader`; demoted ids have their facts beside the states."""
         known, (saved,) = self._known, saved_shards(self._table, self._entries, self._files)
         kinds = [kind for kind in known.parts[0].files if kind not in (REMOVED, demoted.REMOVED)]
         numbers = [kind for kind in kinds if kind in NUMBERS and kind != demoted.FACTS]
@@ -203,7 +202,7 @@ class _SavedIds(Saved):
         return _WholeTable(_spec(self._table, self._entries[0]), "ids", arrays, found, logical)
 
 
-_READERS: Mapping[type, Callable[[str, Sequence[TableEntry], Sequence[SavedFiles]], Saved]] = {
+_READERS: Mapping[type, Callable[[str, Sequence[TableEntry], Sequence[SavedFiles]], TableReader]] = {
     RowsEntry: _SavedByRow,
     CoresEntry: _SavedCores,
     KnownEntry: _SavedIds,
@@ -239,7 +238,7 @@ def _spec(name: str, entry: TableEntry) -> SimpleNamespace:
 
 
 def _rows_at_once(row_bytes: Iterable[int]) -> int:
-    return max(1, SHARD_BYTES // max(row_bytes))
+    return max(1, _PIECE_BYTES // max(row_bytes))
 
 
 class _Piece:

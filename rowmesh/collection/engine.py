@@ -60,7 +60,7 @@ logger = logging.getLogger("rowmesh")
 _numbers = count()  # of the collections that this process has made
 
 
-class Rows:
+class FetchedRows:
     """The fetched rows of a route; valid until the next push, which `pool` checks."""
 
     __slots__ = ("num_pushes", "route")
@@ -208,15 +208,15 @@ class Engine:
             self._tell(route)
             return route
 
-    def fetch(self, route: Route) -> Rows:
+    def fetch(self, route: Route) -> FetchedRows:
         """Makes the rows of a route readable. Collective."""
         self.flush_replicas()
         with self.gate.reading:
             self.wait()
             self._fetch(route)
-            return Rows(route, self._num_pushes)
+            return FetchedRows(route, self._num_pushes)
 
-    def pool(self, rows: Rows) -> Embeddings:
+    def pool(self, rows: FetchedRows) -> Embeddings:
         """The vectors of fetched rows."""
         with self.gate.reading:
             if rows.num_pushes != self._num_pushes:

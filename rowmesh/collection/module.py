@@ -16,7 +16,7 @@ from rowmesh._support.background_saves import wait_for_background_saves
 from rowmesh._support.counters import CommonCounters, GroupCounters
 from rowmesh.collection import table_shards
 from rowmesh.collection.driven_engine import DrivenEngine
-from rowmesh.collection.engine import Engine, Rows, stored_shapes
+from rowmesh.collection.engine import Engine, FetchedRows, stored_shapes
 from rowmesh.collection.module_hooks import TableModule, all_frozen, frozen_or_not
 from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import ConfigurationError, RowmeshError
@@ -217,12 +217,12 @@ class EmbeddingCollection(TableModule):
         return self.engine.route(as_batch(batch))
 
     @frozen_or_not
-    def fetch(self, route: Route) -> Rows:
+    def fetch(self, route: Route) -> FetchedRows:
         """Makes the rows of a route readable; collective."""
         return self.engine.fetch(route)
 
     @frozen_or_not
-    def pool(self, rows: Rows) -> Embeddings:
+    def pool(self, rows: FetchedRows) -> Embeddings:
         """The vectors of the batch; differentiable, without communication.
 
         Raises:
