@@ -59,7 +59,7 @@ class TableReader:
         Raises:
             CheckpointError: see `load`; or rows have ids.
         """
-        raise CheckpointError(f"the rows of table {self._table!r} have ids and no numbers; load the table, or export it")
+        raise CheckpointError(f"the rows of table {self._table!r} have ids and no numbers; load or export the table")
 
     def whole(self) -> Rows:
         """All of it, to be written, as it is in the files: of bfloat16 the bits."""
