@@ -37,7 +37,7 @@ class SavedRange:
 
     @classmethod
     def of(cls, rows: range) -> SavedRange:
-        """The same rows."""
+        """Describes a range of rows."""
         return cls(rows.start, rows.step, len(rows))
 
     @property

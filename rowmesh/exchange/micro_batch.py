@@ -86,7 +86,7 @@ class MicroBatchWindows(Windows):
             state: the number of the window, or why there is none (`RankState`).
 
         Returns:
-            The same of all ranks. Where they differ, or there is no window, nothing else was sent.
+            The states of all ranks. Where they differ, or there is no window, nothing else was sent.
 
         Raises:
             RefusedError: a rank opens, on a device, a batch with ids that are no rows.

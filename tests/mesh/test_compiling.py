@@ -8,7 +8,7 @@ from rowmesh.mesh.waiting import barrier
 
 
 def watch(mesh):
-    """What each rank sees before, while and after rank 1 compiles a kernel."""
+    """Each rank looks before, while and after rank 1 compiles a kernel; returns its findings."""
     compiling, found = mesh.compiling, []
     compiling.begin()
     goes_on, began = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What ranks print."""
+"""Rank 0 alone prints."""
 
 from rowmesh.run.console import Console
 
