@@ -31,7 +31,8 @@ from benchmarks.hosts import PAYLOAD_SHARE, Hosts, enter_hosts
 from benchmarks.measure import median, slowest
 from benchmarks.two_dimensional_hosts import bits_per_s
 from benchmarks.workload import Workload
-from rowmesh.pipeline.schedule import Task, make_schedule, play, step_s
+from rowmesh.pipeline.playing import play, step_s
+from rowmesh.pipeline.schedule import Task, make_schedule
 
 MODULE, PEER = "benchmarks.ranks.pipeline", "benchmarks.peers.torchrec_step"
 TARGETS = {20: 1.3, 40: 1.55, 60: 1.6}
@@ -276,9 +277,8 @@ def predicted_ms(variant: Variant, tasks: dict[str, float]) -> float:
     def seconds(task: Task) -> float:
         return tasks.get(f"{task.stage}.{task.part}", 0.0)
 
-    count = 12
     network = sum(time_s for name, time_s in tasks.items() if name.split(".")[0] in NETWORK)
-    return 1e3 * max(step_s(play(schedule, seconds, count), count), network)
+    return 1e3 * max(step_s(play(schedule, seconds, num_turns=12)), network)
 
 
 def _integers(text: str) -> list[int]:

@@ -69,7 +69,7 @@ def _plan(draw: Draw) -> Options:
 
 def _pipeline(draw: Draw) -> Options:
     return {
-        "depth": draw.randrange(4),
+        "depth": draw.randrange(5),
         "micro_batches": draw.choice([1, 1, 2, 3, 4]),
         "exchange": draw.choice(["delta", "delta", "unsplit", "naive"]),
         "final_rows": draw.random() < 0.7,

@@ -58,6 +58,11 @@ class DrivenEngine:
         """Memory of the buffers of windows, whether in use or idle."""
         return self._window_maker.num_bytes + sum(windows.num_bytes for windows in self._windows)
 
+    @property
+    def window_bytes(self) -> int:
+        """Memory of the largest window so far, whether in use or idle; on a host."""
+        return self._window_maker.window_bytes
+
     # A pipeline is made
 
     def windows(self, form: Form, *, finds_final: bool, verifies: bool) -> list[Windows]:

@@ -35,6 +35,7 @@ class StepTimes:
         one_thread_s: as step_s, with one thread of torch on each rank.
         faults: page faults of a step; None where they are not counted.
         samples: of a step, over all ranks.
+        window_bytes: memory of a rank for each batch that a pipeline has in flight.
     """
 
     ranks: int
@@ -49,6 +50,7 @@ class StepTimes:
     one_thread_s: float
     faults: float | None
     samples: int
+    window_bytes: int
 
     @property
     def samples_per_s(self) -> float:
@@ -122,6 +124,7 @@ def measure(began_s: float) -> StepTimes:
             torch.set_num_threads(1)
             alone = [training.step() for _ in range(STEPS_OF_ONE_THREAD)]
             torch.set_num_threads(threads)
+            window_bytes = training.window_bytes()
         return StepTimes(
             ranks=mesh.world_size,
             threads=threads,
@@ -135,6 +138,7 @@ def measure(began_s: float) -> StepTimes:
             one_thread_s=statistics.median(step.whole_s for step in alone),
             faults=faults / STEPS if faults else None,
             samples=training.local_batch * mesh.world_size,
+            window_bytes=window_bytes,
         )
 
 

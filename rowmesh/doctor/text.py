@@ -10,6 +10,7 @@ from typing import Any
 from rowmesh.doctor.advice import Finding
 from rowmesh.doctor.facts import Facts
 from rowmesh.doctor.step import Failed, StepTimes
+from rowmesh.placement.text import bytes_text
 
 WIDTH = 80
 _LEVEL, _NAME = 8, 12
@@ -46,6 +47,7 @@ def _step(step: StepTimes) -> Iterator[str]:
     yield f"{'':10}tables {step.sparse_s * 1e3:.1f} ms ({step.transport}), {step.threads} thread(s) a rank"
     if step.threads > 1:
         yield f"{'':10}{step.one_thread_s * 1e3:.1f} ms a step with one thread"
+    yield f"{'':10}{bytes_text(step.window_bytes)} for each batch in flight of a pipeline (pipeline.depth + 1)"
     yield f"{'':10}first step {step.first_s:.2f} s, imports {step.import_s:.2f} s"
 
 

@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.collection.optimizer import EmbeddingOptimizer
+from rowmesh.data import Batch
 from rowmesh.mesh import Mesh
 from rowmesh.models import DLRM
+from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
 
@@ -64,6 +66,18 @@ class Training:
         self._optimizer.step()
         ended = time.perf_counter()
         return Seconds(ended - began, looked_up - began + ended - computed)
+
+    def window_bytes(self) -> int:
+        """Memory of a rank for a batch that a pipeline has in flight. Collective: trains on some."""
+        size = self.local_batch
+        ids = torch.randint(ROWS, (TABLES, size), generator=self._generator)
+        batch = Batch(torch.zeros(size, 0), SparseBatch.from_dense(self._names, ids), torch.zeros(size))
+        with Pipeline(self._embeddings) as pipeline:
+            for window in pipeline.windows([batch] * 3):
+                for part in window:
+                    part.embeddings.values.sum().backward()
+                self._optimizer.step()
+            return pipeline.window_bytes
 
     def __enter__(self) -> Self:
         return self

@@ -206,7 +206,16 @@ class WindowMaker:
     @property
     def num_bytes(self) -> int:
         """Memory of all windows, under way or idle."""
-        return sum(held_bytes(each) + held_bytes(each.merger) for memories in self._made for each in memories)
+        return sum(self._sizes)
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of the largest of them."""
+        return max(self._sizes, default=0)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [sum(held_bytes(each) + held_bytes(each.merger) for each in memories) for memories in self._made]
 
 
 def _host_window(exchange: GroupExchange) -> HostWindow:

@@ -49,15 +49,29 @@ def share_of(mesh: Mesh) -> int:
     """`fair_threads` of this rank, as the system has it."""
     from rowmesh._support import control_groups  # with rich, for which an import of tables need not wait
 
-    here = mesh.run.hosts[mesh.run.rank]
-    pids = [pid for pid, host in zip(mesh.run.pids, mesh.run.hosts, strict=True) if host == here]
     logical, physical = psutil.cpu_count() or 1, psutil.cpu_count(logical=False)
     return fair_threads(
         processors(),
-        [processors(pid) for pid in pids],
+        [processors(pid) for pid in _pids(mesh)],
         threads_per_core=max(logical // (physical or logical), 1),
         limit=control_groups.processor_limit(),
     )
+
+
+def cores_of(mesh: Mesh) -> float:
+    """How many processors this rank has to itself, on average: those that it may run on, over the ranks on them."""
+    from rowmesh._support import control_groups
+
+    mine, of_host = set(processors()), [processors(pid) for pid in _pids(mesh)]
+    cores = len(mine) / max(sum(not mine.isdisjoint(theirs) for theirs in of_host), 1)
+    limit = control_groups.processor_limit()
+    return cores if limit is None else min(cores, limit / max(len(of_host), 1))
+
+
+def _pids(mesh: Mesh) -> list[int]:
+    """The processes of the ranks of this host."""
+    here = mesh.run.hosts[mesh.run.rank]
+    return [pid for pid, host in zip(mesh.run.pids, mesh.run.hosts, strict=True) if host == here]
 
 
 def processors(pid: int = 0) -> Collection[int]:

@@ -1,4 +1,4 @@
-"""Auto: the depth and the number of micro-batches with which a step should take least, from measured stages.
+"""Auto: the depth, the micro-batches and the threads with which a step should take least, from measured stages.
 
 The schedule is played with durations that a model derives from those of steps done in turn:
 
@@ -8,40 +8,44 @@ The schedule is played with durations that a model derives from those of steps d
     gradients   the same, from the end
     all others  as measured
 
-Threads share the cores of a rank, so that no step takes less than its processor time over its cores; what is done on a
-device has none. A choice has to gain LEAST_GAIN; the simplest of those that gain about as much is taken.
+Threads share the cores of a rank: a stage asks for the share of its time in which it had the processor. A choice has to
+gain LEAST_GAIN; the simplest of those that gain about as much is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from rowmesh.pipeline.cutter import Sizes, sizes_of
-from rowmesh.pipeline.schedule import Schedule, Task, make_schedule, play, step_s
+from rowmesh.pipeline.playing import play, step_s
+from rowmesh.pipeline.schedule import Schedule, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork, new_rows
 
-DEPTHS, COUNTS = (0, 1), (1, 2, 4, 8)
+DEPTHS, COUNTS = (0, 1, 2, 3, 4), (1, 2, 4, 8)
 LEAST_GAIN = 0.03
 COST_S = 3e-4  # of one more micro-batch: small kernels, Python, autograd
 FINAL_SHARE = 0.65  # of a batch's rows, the one before does not touch: Criteo, Avazu and Zipf ids alike
 ROWS_EXPONENT = 0.77
-_NUM_BATCHES = 12
+_NUM_TURNS = 12
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of depth and micro-batches.
+    """A choice of depth, micro-batches and threads.
 
     Attributes:
         depth: K.
         micro_batches: N.
+        joins: whether reading, copying and routing share a thread.
         step_s: expected time of a step.
         in_turn_s: time of a step when all is done in turn.
     """
 
     depth: int
     micro_batches: int
+    joins: bool
     step_s: float
     in_turn_s: float
 
@@ -86,7 +90,7 @@ def choose(
         sizes: of micro-batches.
         depths: to choose from, the simplest first.
         counts: to choose from, the simplest first.
-        schedule: makes that of a choice, from depth, number of micro-batches and `fetches_final`.
+        schedule: makes that of a choice, from depth, number of micro-batches, `fetches_final` and `joins`.
 
     Example:
         >>> stages = {"compute": 0.06, "rows": 0.02, "gradients": 0.02}
@@ -99,10 +103,21 @@ def choose(
         Choice(
             depth,
             count,
-            predicted_s(stages, cpu, depth, count, cores=cores, can_split=can_split, sizes=sizes, schedule=schedule),
+            joins,
+            predicted_s(
+                stages,
+                cpu,
+                depth,
+                count,
+                cores=cores,
+                can_split=can_split,
+                sizes=sizes,
+                schedule=partial(schedule, joins=joins),
+            ),
             in_turn,
         )
         for depth in depths
+        for joins in ((True, False) if depth else (True,))
         for count in (counts if can_split else counts[:1])
     ]
     best = min(candidates, key=lambda choice: choice.step_s)
@@ -141,6 +156,10 @@ def predicted_s(
             return whole * leave[task.part]
         return final * stages.get("rows", 0.0) if task.stage == "final" else whole
 
-    played = play(schedule(depth, count, fetches_final=finds_final), seconds, _NUM_BATCHES)
-    processor = sum(cpu.values()) + COST_S * (count if count > 1 else 0)
-    return max(step_s(played, _NUM_BATCHES), processor / max(cores, 1e-9))
+    def share(task: Task) -> float:
+        stage = "rows" if task.stage == "final" else task.stage
+        return min(cpu.get(stage, 0.0) / stages[stage], 1.0) if stages.get(stage) else 0.0
+
+    return step_s(
+        play(schedule(depth, count, fetches_final=finds_final), seconds, _NUM_TURNS, cores=cores, share=share)
+    )

@@ -82,6 +82,10 @@ class BatchInFlight(Generic[T]):
         self._is_begun = True
         yield from self._parts(self)
 
+    def take_copy(self, item: T) -> None:
+        """Takes what the program made of the item."""
+        self.item = item
+
     def reorder(self, order: Tensor) -> None:
         """Puts samples into the order of the micro-batches."""
         self.order, self.item = order, self.item.take(order)

@@ -15,6 +15,7 @@ refused batch too: there rows wait for its update in vain, and a batch that is o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -42,8 +43,8 @@ class Answer(IntEnum):
 class Ends:
     """Where one run over a loader ends. Threads of a pipeline read and write it.
 
-    Each attribute has one writer at a time: what this rank meets ahead is written by the thread that meets it, what all
-    ranks know by the thread that exchanged it, and the driver reads both after the tasks that wrote them.
+    What this rank meets ahead is written by the threads that meet it, what all ranks know by the thread that exchanged
+    it, and the driver reads both after the tasks that wrote them.
 
     Args:
         mesh: the ranks.
@@ -61,7 +62,7 @@ class Ends:
 
     def __init__(self, mesh: Mesh, statuses: Agreement, answers: Agreement, *, is_divided: bool) -> None:
         self._mesh, self._statuses, self._answers, self.is_divided = mesh, statuses, answers, is_divided
-        self.is_alone = mesh.world_size == 1
+        self.is_alone, self._lock = mesh.world_size == 1, threading.Lock()
         self.begin(0)
 
     def begin(self, first: int) -> None:
@@ -86,9 +87,10 @@ class Ends:
             error: what ended the data; None: there are no more.
             everywhere: whether all ranks know, or those of the replica group.
         """
-        if error is not None:
-            self._errors.setdefault(number, error)
-        self.here = number if self.here is None else min(self.here, number)
+        with self._lock:  # a batch may fail while a later one is read
+            if error is not None:
+                self._errors.setdefault(number, error)
+            self.here = number if self.here is None else min(self.here, number)
         if everywhere or self.is_alone:
             self._end(number)
 

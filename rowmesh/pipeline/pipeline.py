@@ -34,6 +34,7 @@ from rowmesh.errors import (
     RowmeshError,
 )
 from rowmesh.exchange.window import FIRST, Form
+from rowmesh.mesh.threads import cores_of
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
 from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, Samples, T
@@ -42,7 +43,7 @@ from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.ends import Answer, Ends
 from rowmesh.pipeline.recorder import WAIT, Recorder
 from rowmesh.pipeline.runner import PipelineClosedError, Runner
-from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
+from rowmesh.pipeline.schedule import COMPUTE, PREPARING, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.stages import Stages
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
@@ -50,8 +51,10 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
 from rowmesh.tables.update_rules import Rate
 
-_ACTIONS = ("read", "open", "final", "rows", "gradients", "update")
+_ACTIONS = ("read", "copy", "open", "final", "rows", "gradients", "update")
 logger = logging.getLogger("rowmesh")
+CORES_APART = 2.0
+"""Cores of a rank from which on reading, copying and routing have a thread each."""
 _LEAVE_S = 10.0  # for a batch that a loop that is left owes other ranks
 
 
@@ -76,6 +79,10 @@ class Pipeline(Generic[T]):
         clustering: of samples into micro-batches: "off", "greedy" or "light_ends".
         work: what a window has to do, for uneven sizes.
         verify: whether every row that is read must be the one that steps in turn would read; on a CPU.
+        copy: what is done with an item after it is read, such as `lambda item: item.to(device, non_blocking=True)`, in
+            a thread of its own, on a device on a stream of its own; returns the item that is trained on.
+        joins: whether reading, copying and routing share a thread; None: where this rank has less than two cores, for
+            which three threads would only fight.
         overlap: whether communication has threads of its own; without, everything is done in turn.
         trace: whether all that a device does is timed, for `recorder`; without, only what the program computes and
             waits for. Work of a host is timed anyway.
@@ -84,6 +91,7 @@ class Pipeline(Generic[T]):
     Attributes:
         schedule: what is done when.
         make_schedule: makes one for another depth and number of micro-batches.
+        cores: processors that this rank has to itself, on average.
         recorder: when tasks were done, by the clock of what did them.
 
     Raises:
@@ -119,6 +127,8 @@ class Pipeline(Generic[T]):
         clustering: Clustering = "off",
         work: WindowWork | None = None,
         verify: bool = False,
+        copy: Callable[[T], T] | None = None,
+        joins: bool | None = None,
         overlap: bool = True,
         trace: bool = False,
         disturb: Callable[[Task], None] | None = None,
@@ -133,7 +143,7 @@ class Pipeline(Generic[T]):
             )
             depth = most
         self._embeddings, self._engine, self._overlap, self._disturb = embeddings, embeddings.driven, overlap, disturb
-        self._exchange = exchange
+        self._exchange, self._copy, self.cores = exchange, copy, cores_of(embeddings.mesh)
         finds_final = final_rows and depth > 0 and exchange == "delta"
         more = {} if work is None else {"work": work}
         self._cutter = Cutter(embeddings.tables, micro_batches, sizes=sizes, clustering=clustering, **more)
@@ -143,8 +153,11 @@ class Pipeline(Generic[T]):
         self._ends = Ends(embeddings.mesh, *agreements, is_divided=self._engine.is_divided)
         is_tiered = any(windows.is_tiered for windows in self._windows)
         is_on_device = any(windows.is_on_device for windows in self._windows)
-        self.make_schedule = partial(make_schedule, is_tiered=is_tiered, is_on_device=is_on_device)
-        self.schedule = self.make_schedule(depth, micro_batches, fetches_final=finds_final)
+        self.make_schedule = partial(
+            make_schedule, is_tiered=is_tiered, is_on_device=is_on_device, copies=copy is not None
+        )
+        joins = self.cores < CORES_APART if joins is None else joins
+        self.schedule = self.make_schedule(depth, micro_batches, fetches_final=finds_final, joins=joins)
         device = embeddings.device
         self.recorder = DeviceRecorder(partial(Stream.current, device)) if is_on_device else Recorder()
         self._streams: Streams = HostStreams(self.schedule, self.recorder)
@@ -173,9 +186,25 @@ class Pipeline(Generic[T]):
         return [windows.reason for windows in self._windows]
 
     @property
+    def threads(self) -> str:
+        """Which threads there are, and why."""
+        if not self._overlap:
+            return "all is done in turn, in one thread"
+        resources = [resource for resource in self.schedule.resources if resource != COMPUTE]
+        text = f"threads: {', '.join(resources)}"
+        if PREPARING not in resources:
+            return text
+        return f"{text} (reads, copies and routes: {self.cores:g} cores for this rank are too few for a thread each)"
+
+    @property
     def can_split(self) -> bool:
         """Whether the rows of all tables can travel by micro-batch."""
         return all(windows.is_split for windows in self._windows)
+
+    @property
+    def window_bytes(self) -> int:
+        """Memory of this rank for each batch in flight, of which there are K + 1 and more; on a CPU."""
+        return self._engine.window_bytes
 
     def take_exposed_share(self) -> float:
         """The share of the time that computation waited for rows, since this was asked last; begins the totals anew.
@@ -244,6 +273,7 @@ class Pipeline(Generic[T]):
             streams=self._streams,
             parts=self._parts,
             sparse_of=partial(_sparse_of, features=self._features, known=self._known),
+            copy=self._copy or (lambda item: item),
             first=self._first,
         )
         actions = {name: getattr(stages, name) for name in _ACTIONS}

@@ -5,8 +5,14 @@ resource does the tasks of a turn in the order in which their stages are declare
 on all ranks, so that collectives cannot cross. The thread that drives the pipeline computes, steps the optimizer of the
 rows, and averages and updates the dense network while the last gradients of rows travel.
 
-    depth 0        read, route and open a batch in its own turn; rows still come while other micro-batches are computed
-    depth K ≥ 1    read, route and open batch t + K in turn t; fetch what is final of batch t + 1
+    depth 0        read, copy, route and open a batch in its own turn; rows still come while other micro-batches are
+                   computed
+    depth K ≥ 1    read, copy and route batch t + K in turn t; open a batch, and pin its rows if they are tiered, half
+                   as far ahead; fetch what is final of batch t + 1
+
+A batch passes K + 1 turns, so that K + 1 stages of one length hide behind each other. They are opened half way: rows of
+batch t + 1 come after what is opened in turn t, in one order on all ranks, and would wait for that to be read and
+routed in the same turn. A batch that is opened takes memory of owners, and rows that are pinned take fast memory.
 
 Source: NestPipe §IV-A (five stages) and §V-B (streams), EL-Rec §V (a queue of batches ahead). Differs: both are one
 schedule, and rows that are final cross the step boundary.
@@ -14,7 +20,7 @@ schedule, and rows that are final cross the step boundary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +32,10 @@ SENDING = ("rows", "gradients", "communication")
 """Resources whose threads exchange messages with other ranks, or meet them at barriers."""
 REUSED_AFTER = 2
 """Turns after its own in which the memory of a batch is used again, on a device."""
+PREPARES = {"read": "reader", "copy": "copier", "route": "router"}
+"""The resources of stages that prepare a batch on this rank alone, each with a thread of its own."""
+PREPARING = "worker"
+"""Their resource where they share a thread."""
 
 
 class After(NamedTuple):
@@ -70,6 +80,12 @@ class Stage:
 class Schedule:
     """Stages, and the number of micro-batches.
 
+    Attributes:
+        stages: in the order in which a resource does them in a turn.
+        num_parts: N, micro-batches.
+        depth: K, batches that are read ahead.
+        is_launched: whether tasks launch work on a device, so that the driver is turns ahead of what is done there.
+
     Raises:
         ConfigurationError: a stage waits for one that is not declared.
 
@@ -82,6 +98,7 @@ class Schedule:
     stages: tuple[Stage, ...]
     num_parts: int
     depth: int
+    is_launched: bool = False
 
     def __post_init__(self) -> None:
         names = {stage.name for stage in self.stages}
@@ -122,7 +139,14 @@ class Schedule:
 
 
 def make_schedule(
-    depth: int, num_parts: int, *, fetches_final: bool = True, is_tiered: bool = False, is_on_device: bool = False
+    depth: int,
+    num_parts: int,
+    *,
+    fetches_final: bool = True,
+    is_tiered: bool = False,
+    is_on_device: bool = False,
+    copies: bool = False,
+    joins: bool = False,
 ) -> Schedule:
     """The stages of training.
 
@@ -135,13 +159,17 @@ def make_schedule(
         is_on_device: whether tasks launch their work on a device. Then all messages are of one resource, in one order
             on all ranks, and a batch reuses the memory of an earlier one; see [Note: streams] in
             `rowmesh.pipeline.streams`.
+        copies: whether the program copies a batch, to a device for example, before it is routed.
+        joins: whether reading, copying and routing share a thread, which would only fight for a core if they had three.
     """
     of_memory = (After("update", depth + REUSED_AFTER),) if is_on_device else ()
     down, up = ("communication",) * 2 if is_on_device else ("rows", "gradients")
+    reader, copier, router = (PREPARING if joins else resource for resource in PREPARES.values())
     kept = ("retrieve",) if is_tiered else ()
     here = tuple(After(name) for name in ("open", *kept))
     rows = Stage("rows", down, (*here, After("update", 1)), by_part=True)
-    opening = Stage("open", down, (After("route"), After("open", 1)), ahead=depth)
+    half = depth and max(1, depth // 2)
+    opening = Stage("open", down, (After("route"), After("open", 1)), ahead=half)
     final = Stage("final", down, (*here, After("open", 1), After("update", 2)), ahead=1)
     if is_tiered and is_on_device:  # a batch may come to fast memory only after an update that is behind `final`
         fetches_final = False
@@ -150,8 +178,9 @@ def make_schedule(
     else:
         of_rows = (rows, opening) if depth else (opening, rows)
     stages = [
-        Stage("read", "worker", ahead=depth),
-        Stage("route", "worker", (After("read"), *of_memory), ahead=depth),
+        Stage("read", reader, of_memory, ahead=depth),
+        *[Stage("copy", copier, (After("read"),), ahead=depth)] * copies,
+        Stage("route", router, (After("copy" if copies else "read"), *of_memory), ahead=depth),
         *of_rows,
         Stage("compute", COMPUTE, (After("rows"), After("step", 1)), by_part=True),
         Stage("step", COMPUTE, (After("compute"),)),
@@ -160,10 +189,8 @@ def make_schedule(
         Stage("update", up, (After("gradients"), After("step"))),
     ]
     if is_tiered:
-        stages += [
-            Stage("retrieve", "tier", (After("open"),), ahead=depth),
-        ]
-    return Schedule(tuple(stages), num_parts, depth)
+        stages.append(Stage("retrieve", "tier", (After("open"),), ahead=half))
+    return Schedule(tuple(stages), num_parts, depth, is_launched=is_on_device)
 
 
 class Span(NamedTuple):
@@ -178,39 +205,3 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     cpu_s: float = 0.0
-
-
-def play(schedule: Schedule, seconds: Callable[[Task], float], num_batches: int) -> list[Span]:
-    """When tasks would be done if each took as long as given, in the order in which they begin.
-
-    Example:
-        >>> spans = play(make_schedule(depth=0, num_parts=1), lambda task: 1.0, num_batches=2)
-        >>> max(span.end_s for span in spans)  # 7 for the first batch; rows of the second wait for its update
-        11.0
-    """
-    turns = range(-schedule.depth, num_batches)
-    queues = {
-        resource: [task for turn in turns for task in schedule.tasks(resource, turn) if task.batch < num_batches]
-        for resource in schedule.resources
-    }
-    ends: dict[Task, float] = {}
-    free, spans = dict.fromkeys(queues, 0.0), []
-    while any(queues.values()):
-        before = len(spans)
-        for resource, queue in queues.items():
-            while queue and all(task in ends for task in schedule.before(queue[0])):
-                task = queue.pop(0)
-                start = max([free[resource], *(ends[each] for each in schedule.before(task))])
-                ends[task] = free[resource] = start + seconds(task)
-                spans.append(Span(task, resource, start, ends[task]))
-        if len(spans) == before:
-            stuck = [queue[0] for queue in queues.values() if queue]
-            raise ConfigurationError(f"the schedule waits for itself: {stuck}")
-    return sorted(spans, key=lambda span: span.start_s)
-
-
-def step_s(spans: Sequence[Span], num_batches: int) -> float:
-    """Seconds of a step in the second half of a played schedule, where it runs evenly."""
-    ends = {span.task.batch: span.end_s for span in spans if span.task.stage == "dense"}
-    first = num_batches // 2
-    return (ends[num_batches - 1] - ends[first]) / max(num_batches - 1 - first, 1)

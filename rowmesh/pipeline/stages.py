@@ -36,6 +36,7 @@ class Stages(Generic[T]):
         streams: keep what a device may still read.
         parts: gives the micro-batches of a batch to the loop.
         sparse_of: the ids of an item that are looked up.
+        copy: what the program does with an item before it is routed.
         first: the number of the first window.
     """
 
@@ -50,11 +51,12 @@ class Stages(Generic[T]):
         streams: Streams,
         parts: Callable[[BatchInFlight[T]], Iterator[Part]],
         sparse_of: Callable[[T], SparseBatch],
+        copy: Callable[[T], T],
         first: int,
     ) -> None:
         self._reader, self._engine, self._windows, self._ends = reader, engine, windows, ends
         self._cutter, self._streams, self._parts = cutter, streams, parts
-        self._sparse_of, self._first = sparse_of, first
+        self._sparse_of, self._copy, self._first = sparse_of, copy, first
         self._in_flight: dict[int, BatchInFlight[T]] = {}
         self._num_decided_ahead = 0  # batches whose turn to be decided together with other ranks has come
         self._num_averaged_ahead = 0  # batches whose turn to be averaged with other replica groups has come
@@ -80,7 +82,7 @@ class Stages(Generic[T]):
                     here(number, everywhere=True)
         elif task.stage == "open" and isinstance(error, (IdRangeError, RefusedError)):
             here(number, failed, everywhere=True)
-        elif task.stage == "read" or (task.stage == "retrieve" and isinstance(error, NoRoomError)):
+        elif task.stage in ("read", "copy") or (task.stage == "retrieve" and isinstance(error, NoRoomError)):
             here(number, failed)
         else:
             return False
@@ -126,8 +128,11 @@ class Stages(Generic[T]):
         except StopIteration:
             self._ends.end_here(task.batch)
             return
-        _check_item(item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
         self._in_flight[task.batch] = BatchInFlight(self._parts, task.batch, item)
+
+    def copy(self, task: Task) -> None:
+        if (batch := self.batch(task.batch)) is not None and not self._ends.has_left:
+            batch.take_copy(self._copy(batch.item))
 
     def route(self, task: Task, runner: Runner) -> None:
         number, engine = task.batch, self._engine
@@ -141,6 +146,7 @@ class Stages(Generic[T]):
         if batch is None:
             self._pass_over(number, self._ends.error(number))
             return
+        _check_item(batch.item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
         sparse = self._sparse_of(batch.item)
         order, sizes = self._cutter(sparse)
         if order is not None:

@@ -5,10 +5,12 @@
 *Which.* A task of a pipeline on a device only launches work; the runner's "done" means "launched". The threads of the
 runner, one a resource, each launch on a stream of their own::
 
-    worker         copies batches to the device (from pinned memory), routes them, sorts ids by row for the backward
+    reader         what the loader does on a device
+    copier         copies batches to the device, where the program says how (`copy`)
+    router         routes batches, sorts ids by row for the backward
     communication  keys, rows, gradients; merges and updates rows, and adds their gradients up where nothing else does
     compute        the program's own stream: pooling, the network, sums of gradients of rows
-    ids            many ids of a batch, from pinned memory: the worker's stream waits for each copy (`IdCopier`)
+    ids            many ids of a batch, from pinned memory: the router's stream waits for each copy (`IdCopier`)
     tier           no work: tiered tables copy rows on streams of their own, for which communication waits
 
 *Order between them.* The edges of the schedule are the events: a task that is done records one on the current stream
@@ -39,10 +41,10 @@ that called `backward`.
 *Memory.* Torch's allocator gives memory that is freed to the next that asks on the stream which it was allocated on, at
 once, even while other streams still use it. So a tensor that another stream uses may be dropped only after its own
 stream has waited for that one. Here all that a batch has, from its ids on the device to the rows that came and the
-gradients that go, belongs to its window, and the window is dropped as a whole, when the worker begins batch t + K + 2:
+gradients that go, belongs to its window, and the window is dropped as a whole, when the router begins batch t + K + 2:
 
-- the worker's stream has then waited for the event of the update of t (the schedule has that edge for nothing else),
-  which came after all that computed t and all that was sent;
+- the streams of the reader, the copier and the router have then waited for the event of the update of t (the schedule
+  has that edge for nothing else), which came after all that computed t and all that was sent;
 - the communication stream did that update itself;
 - the stream that computes has waited for rows of t + 1, which come after that update.
 
@@ -50,9 +52,9 @@ So the host may run ahead, K + 2 windows are alive at most, and memory is the sa
 stream need nothing of this, and NCCL's messages are waited for, on the stream that posted them, before what they carry
 is dropped. Four things are not the window's:
 
-- What a loader gives may be on the device, copied there on the worker's stream, since that is where loaders run. The
-  program may use it up to the next batch. So it is dropped with the window of that one, whose update comes after all
-  work that the program launched before.
+- What a loader gives may be on the device, copied there on the reader's stream, since that is where loaders run, or on
+  the copier's. The program may use it up to the next batch. So it is dropped with the window of that one, whose update
+  comes after all work that the program launched before.
 - Gradients, also those that are left to the update, are allocated on the program's stream, which it may change between
   batches. `DeviceWindow` registers the stream that reads them with torch's allocator (`_used_here`).
 - Many ids are copied to memory that stays: the copy waits for the kernel that read the ids before them.
@@ -223,8 +225,9 @@ class DeviceStreams:
     def _done(self, task: Task, mark: Mark) -> None:
         with self._lock:
             self._marks[task] = mark
-            if task.stage == "update":  # what is still to come waits for nothing that is older
-                self._marks = {each: mark for each, mark in self._marks.items() if each.batch > task.batch - 2}
+            if task.stage == "update":  # what is still to come waits for nothing that is older, not even if it lags
+                oldest = task.batch - self._schedule.depth - REUSED_AFTER
+                self._marks = {each: mark for each, mark in self._marks.items() if each.batch >= oldest}
 
     def keep(self, batch: int, thing: object) -> None:
         """Keeps what belongs to a batch."""

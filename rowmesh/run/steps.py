@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -16,6 +15,7 @@ from rowmesh.pipeline import BatchInFlight, Pipeline
 from rowmesh.pipeline.auto import COUNTS, DEPTHS, choose, work_of
 from rowmesh.pipeline.recorder import WAIT, Totals
 from rowmesh.pipeline.sizes import WindowWork
+from rowmesh.placement.text import bytes_text
 from rowmesh.run.config import PipelineConfig
 from rowmesh.run.job import Job
 from rowmesh.run.section import shared
@@ -102,12 +102,13 @@ class PipelinedSteps:
         self._trainer, self._job, self._pauses, self._log = trainer, job, pauses, log
         self._pipeline: Pipeline[StepBatch] | None = None
         self._pipelines: list[Pipeline[StepBatch]] = []
+        self._has_told = False  # what a batch in flight takes
         share = job.config.pipeline.communication_share
         self._work = None if share == "auto" else WindowWork.of_share(share)
 
     def __call__(self, batches: Iterator[StepBatch], count: int | None) -> Generator[tuple[StepBatch, float]]:
         """Trains on so many batches."""
-        config, left = self._job.config.pipeline, count
+        config, left, joins = self._job.config.pipeline, count, None
         if config.is_measured:
             in_turn, first_steps = self._make(0, 1, overlap=False), WARM_UP_STEPS + MEASURED_STEPS
             if count is not None and count <= first_steps:
@@ -119,11 +120,12 @@ class PipelinedSteps:
             in_turn.recorder.take()
             yield from self._run(in_turn, batches, MEASURED_STEPS)
             left = None if left is None else left - first_steps
-            config = self._chosen(config)
+            config, joins = self._chosen(config)
         assert config.depth != "auto"
         assert config.micro_batches != "auto"
-        pipeline = self._make(config.depth, config.micro_batches)
+        pipeline = self._make(config.depth, config.micro_batches, joins=joins)
         self._log(f"pipeline  {'; '.join(dict.fromkeys(pipeline.reasons))}")
+        self._log(f"pipeline  {pipeline.threads}")
         yield from self._run(pipeline, batches, left)
 
     def wait(self) -> None:
@@ -133,8 +135,14 @@ class PipelinedSteps:
 
     def record(self) -> dict[str, float]:
         """The share of the time that computation waited for rows."""
-        assert self._pipeline
-        return {"exposed_share": self._pipeline.take_exposed_share()}
+        pipeline = self._pipeline
+        assert pipeline
+        if not self._has_told and (size := pipeline.window_bytes):
+            self._has_told = True
+            self._log(
+                f"pipeline  each batch in flight takes {bytes_text(size)}: {pipeline.schedule.depth + 1} and more"
+            )
+        return {"exposed_share": pipeline.take_exposed_share()}
 
     def finish(self, trace: Path) -> None:
         """Writes the trace of all ranks, where that was asked for. Collective."""
@@ -153,10 +161,12 @@ class PipelinedSteps:
             except OSError as error:  # no reason to lose the model
                 self._log(f"cannot write {trace}: {error.strerror or error}; there is no trace of this run")
 
-    def _make(self, depth: int, micro_batches: int, *, overlap: bool = True) -> Pipeline[StepBatch]:
+    def _make(
+        self, depth: int, micro_batches: int, *, joins: bool | None = None, overlap: bool = True
+    ) -> Pipeline[StepBatch]:
         given: dict[str, Any] = shared(self._job.config.pipeline, Pipeline)
         given |= {"depth": depth, "micro_batches": micro_batches}
-        pipeline = Pipeline[StepBatch](self._job.embeddings, **given, work=self._work, overlap=overlap)
+        pipeline = Pipeline[StepBatch](self._job.embeddings, **given, work=self._work, joins=joins, overlap=overlap)
         self._pipelines.append(pipeline)
         return pipeline
 
@@ -187,16 +197,18 @@ class PipelinedSteps:
         if last is not None:
             yield last
 
-    def _chosen(self, config: PipelineConfig) -> PipelineConfig:
-        """The configuration with what the measured steps advise; the same on all ranks."""
+    def _chosen(self, config: PipelineConfig) -> tuple[PipelineConfig, bool]:
+        """The configuration with what the measured steps advise, and whether threads are joined.
+
+        The same on all ranks.
+        """
         assert self._pipeline
         pipeline = self._pipeline
         pipeline.recorder.flush()
         mine = _per_step(pipeline.recorder.take(), MEASURED_STEPS)
         everyone = gather_objects(self._job.mesh, mine, "comparing measured stages")
+        cores = min(gather_objects(self._job.mesh, pipeline.cores, "comparing their cores"))
         stages, cpu = ({name: max(rank[k].get(name, 0.0) for rank in everyone) for name in mine[k]} for k in (0, 1))
-        mesh = self._job.mesh
-        cores = (os.cpu_count() or 1) / mesh.hosts.count(mesh.hosts[mesh.rank])
         choice = choose(
             stages,
             cpu,
@@ -210,7 +222,7 @@ class PipelinedSteps:
         self._log(f"pipeline  {choice}")
         if config.communication_share == "auto":
             self._work = work_of(stages)
-        return config.model_copy(update={"depth": choice.depth, "micro_batches": choice.micro_batches})
+        return config.model_copy(update={"depth": choice.depth, "micro_batches": choice.micro_batches}), choice.joins
 
 
 def _per_step(totals: Totals, steps: int) -> tuple[dict[str, float], dict[str, float]]:

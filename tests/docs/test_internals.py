@@ -123,7 +123,11 @@ def test_each_of_six_questions_has_one_file():
 
 
 def test_every_thread_is_on_the_page():
-    schedules = (make_schedule(1, 2, is_tiered=True, is_on_device=is_on_device) for is_on_device in (False, True))
+    schedules = (
+        make_schedule(1, 2, is_tiered=True, is_on_device=is_on_device, copies=True, joins=joins)
+        for is_on_device in (False, True)
+        for joins in (False, True)
+    )
     found = {f"rowmesh {resource}" for schedule in schedules for resource in schedule.resources if resource != COMPUTE}
     for tree in trees().values():
         for node in ast.walk(tree):

@@ -53,6 +53,7 @@ STEP = StepTimes(
     one_thread_s=0.012,
     faults=20.0,
     samples=2048,
+    window_bytes=1_000_000,
 )
 TWO = replace(STEP, ranks=2, threads=4, transport="one_sided", step_s=0.006)
 

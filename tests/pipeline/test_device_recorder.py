@@ -9,8 +9,9 @@ from hypothesis import given
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.pipeline import device_recorder
 from rowmesh.pipeline.device_recorder import DeviceRecorder
+from rowmesh.pipeline.playing import play
 from rowmesh.pipeline.recorder import WAIT
-from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule, play
+from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 from rowmesh.pipeline.streams import DeviceStreams
 from tests.support.streams import drive_all
 
@@ -267,5 +268,5 @@ def test_marks_are_timed_from_one_that_was_before_them():
         for task in range(3 * number, 3 * number + 3):
             device.note("rows", device.compute, 0.3, task)
             device.seconds += 0.3
-        device.recorder.note(Task("route", number), "worker", start, end)
+        device.recorder.note(Task("route", number), "router", start, end)
     assert len(device.spans()) == 160

@@ -351,7 +351,7 @@ class WithoutTake:
 def test_items_that_are_none():
     collection, optimizer = make()
     with pytest.raises(
-        DataError, match=r"stage 'read' of batch 0: .* gave an item of type SparseBatch without 'sparse'"
+        DataError, match=r"stage 'route' of batch 0: .* gave an item of type SparseBatch without 'sparse'"
     ):
         next(Pipeline(collection).windows([item.sparse for item in items(2)]))
     bare = [WithoutTake(item.sparse) for item in items(2)]

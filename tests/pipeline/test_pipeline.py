@@ -365,3 +365,51 @@ def test_one_rank_alone():
     """Without other ranks rows are read in place."""
     scenario = Scenario(tables=DOUBLE, batch_sizes=(12,), num_steps=4, pipeline={"depth": 2, "micro_batches": 3})
     assert_close(scenario, merged(scenario, [train(Mesh(), scenario)]), train_reference(scenario))
+
+
+def small_batches(count):
+    sparse = SparseBatch.from_bags({"item": [[3], [4]]})
+    return [Batch(torch.full((2, 1), float(number)), sparse, torch.zeros(2)) for number in range(count)]
+
+
+def train_all(pipeline, items, optimizer):
+    """Gives back what the dense features of each window's item are."""
+    dense = []
+    for window in pipeline.windows(items):
+        dense.append(float(window.item.dense[0]))
+        for part in window:
+            part.embeddings.values.sum().backward()
+        optimizer.step()
+    return dense
+
+
+def test_items_are_copied_in_a_thread_of_their_own():
+    """The loop is given what the program made of an item."""
+    collection, threads = EmbeddingCollection([table("item", 20, dim=2)]), set()
+    optimizer = EmbeddingOptimizer(collection)
+
+    def copy(item):
+        threads.add(threading.current_thread().name)
+        return replace(item, dense=item.dense + 10)
+
+    pipeline = Pipeline(collection, depth=2, copy=copy, joins=False)
+    assert train_all(pipeline, small_batches(5), optimizer) == [10, 11, 12, 13, 14]
+    assert threads == {"rowmesh copier"}
+    assert pipeline.threads == "threads: reader, copier, router, rows, gradients"
+    joined = Pipeline(collection, depth=2, joins=True)
+    assert joined.threads.startswith("threads: worker, rows, gradients (reads, copies and routes: ")
+    assert Pipeline(collection, overlap=False).threads == "all is done in turn, in one thread"
+
+
+def test_a_copy_that_fails_ends_the_data_there():
+    collection = EmbeddingCollection([table("item", 20, dim=2)])
+    optimizer = EmbeddingOptimizer(collection)
+
+    def copy(item):
+        if item.dense[0] == 2:
+            raise MemoryError("no room on the device")
+        return item
+
+    with pytest.raises(RowmeshError, match="rank 0 in stage 'copy' of batch 2: MemoryError: no room on the device"):
+        train_all(Pipeline(collection, copy=copy), small_batches(5), optimizer)
+    assert collection.step_count == 2

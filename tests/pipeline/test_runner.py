@@ -13,7 +13,7 @@ from rowmesh.errors import DataError, IdRangeError, RowmeshError
 from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 
-STAGES = ("read", "route", "open", "final", "rows", "gradients", "update", "retrieve", "write back")
+STAGES = ("read", "copy", "route", "open", "final", "rows", "gradients", "update", "retrieve", "write back")
 
 
 class Log:
@@ -84,11 +84,12 @@ def check_order(schedule, log, num_turns):
     num_parts=st.integers(1, 4),
     final=st.booleans(),
     tiered=st.booleans(),
+    joins=st.booleans(),
     threads=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_everything_is_done_in_order(depth, num_parts, final, tiered, threads, seed):
-    schedule = make_schedule(depth, num_parts, fetches_final=final, is_tiered=tiered)
+def test_everything_is_done_in_order(depth, num_parts, final, tiered, joins, threads, seed):
+    schedule = make_schedule(depth, num_parts, fetches_final=final, is_tiered=tiered, copies=True, joins=joins)
     log = Log()
 
     def disturb(task):
@@ -143,7 +144,7 @@ def test_each_resource_has_a_thread_of_its_own():
     drive(runner, schedule, 3)
     runner.wait_for_all()
     runner.close()
-    assert log.threads["read"] == log.threads["route"] == {"rowmesh worker"}
+    assert (log.threads["read"], log.threads["route"]) == ({"rowmesh reader"}, {"rowmesh router"})
     assert log.threads["open"] == log.threads["rows"] == log.threads["final"] == {"rowmesh rows"}
     assert log.threads["gradients"] == log.threads["update"] == {"rowmesh gradients"}
 
@@ -317,7 +318,7 @@ def test_a_thread_that_does_not_end_is_told(monkeypatch, caplog):
     runner.enter(-1)
     with caplog.at_level(logging.WARNING, "rowmesh"):
         runner.close()
-    assert "rank 3: the thread 'rowmesh worker' is still busy" in caplog.text
+    assert "rank 3: the thread 'rowmesh reader' is still busy" in caplog.text
     let_go.set()
     for _ in range(100):
         if not left_threads():

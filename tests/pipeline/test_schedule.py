@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.pipeline.schedule import COMPUTE, After, Schedule, Stage, Task, make_schedule, play, step_s
+from rowmesh.pipeline.playing import play, slowdown, step_s
+from rowmesh.pipeline.schedule import COMPUTE, After, Schedule, Stage, Task, make_schedule
 
 
 def chance(below, *what):
@@ -24,12 +25,14 @@ def schedules(draw):
         draw(st.integers(1, 6)),
         fetches_final=draw(st.booleans()),
         is_tiered=draw(st.booleans()),
+        copies=draw(st.booleans()),
+        joins=draw(st.booleans()),
     )
 
 
 @st.composite
 def plays(draw):
-    """A schedule, how long each task takes, and the number of batches."""
+    """A schedule, how long each task takes, and the number of turns."""
     schedule, seed = draw(schedules()), draw(st.integers(0, 1000))
     return schedule, lambda task: 0.1 * chance(7, seed, task), draw(st.integers(1, 8))
 
@@ -40,8 +43,8 @@ def stages_of(schedule, resource, turn=10):
 
 @given(play_=plays())
 def test_nothing_is_done_before_what_it_waits_for(play_):
-    schedule, seconds, num_batches = play_
-    spans = {span.task: span for span in play(schedule, seconds, num_batches)}
+    schedule, seconds, num_turns = play_
+    spans = {span.task: span for span in play(schedule, seconds, num_turns)}
     for task, span in spans.items():
         assert span.end_s == pytest.approx(span.start_s + seconds(task))
         for before in schedule.before(task):
@@ -49,26 +52,36 @@ def test_nothing_is_done_before_what_it_waits_for(play_):
 
 
 @given(play_=plays())
+def test_no_task_of_a_turn_is_begun_before_the_driver_enters_it(play_):
+    """It enters a turn when it has updated the dense network in the turn before."""
+    schedule, seconds, num_turns = play_
+    spans = play(schedule, seconds, num_turns)
+    over = {span.task.batch: span.end_s for span in spans if span.task.stage == "dense"}
+    for task, resource, start_s, *_ in spans:
+        turn = task.batch - schedule.stage(task.stage).ahead
+        assert turn <= 0 or start_s >= over[turn - 1], resource
+
+
+@given(play_=plays())
 def test_everything_is_done_once(play_):
-    schedule, seconds, num_batches = play_
-    spans = play(schedule, seconds, num_batches)
-    parts = sum(schedule.num_parts if stage.by_part else 1 for stage in schedule.stages)
-    assert len(spans) == len({span.task for span in spans}) == parts * num_batches
+    schedule, seconds, num_turns = play_
+    spans = play(schedule, seconds, num_turns)
+    count = sum((schedule.num_parts if stage.by_part else 1) * (num_turns + stage.ahead) for stage in schedule.stages)
+    assert len(spans) == len({span.task for span in spans}) == count
 
 
 @given(play_=plays(), seed=st.integers(0, 1000))
 def test_a_resource_has_one_order_whatever_takes_how_long(play_, seed):
     """So collectives of ranks cannot cross."""
-    schedule, seconds, num_batches = play_
-    others = play(schedule, lambda task: 0.1 * chance(5, seed, task), num_batches)
-    spans = play(schedule, seconds, num_batches)
+    schedule, seconds, num_turns = play_
+    others = play(schedule, lambda task: 0.1 * chance(5, seed, task), num_turns)
+    spans = play(schedule, seconds, num_turns)
     for resource in schedule.resources:
         first, second = ([span for span in each if span.resource == resource] for each in (spans, others))
         for mine in (first, second):
             mine.sort(key=lambda span: (span.start_s, span.end_s))
             assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(mine))
-        order = [task for turn in range(-schedule.depth, num_batches) for task in schedule.tasks(resource, turn)]
-        order = [task for task in order if task.batch < num_batches]
+        order = [task for turn in range(-schedule.depth, num_turns) for task in schedule.tasks(resource, turn)]
         assert sorted(span.task for span in first) == sorted(order)
         starts = {span.task: span.start_s for span in spans}
         assert all(starts[a] <= starts[b] for a, b in pairwise(order))
@@ -99,14 +112,22 @@ def test_it_takes_no_longer_than_one_after_the_other_and_no_less_than_any_resour
 def test_what_is_declared_for_each_depth():
     sequential = make_schedule(0, 2)
     assert stages_of(sequential, "rows") == [("open", 0), ("rows", 0)]
-    assert stages_of(sequential, "worker") == [("read", 0), ("route", 0)]
+    assert stages_of(sequential, "reader") == [("read", 0)]
+    assert stages_of(sequential, "router") == [("route", 0)]
     assert stages_of(sequential, COMPUTE) == [("compute", 0), ("step", 0), ("dense", 0)]
     assert stages_of(sequential, "gradients") == [("gradients", 0), ("update", 0)]
-    assert stages_of(make_schedule(3, 2), "rows") == [("rows", 0), ("open", 3), ("final", 1)]
+    assert stages_of(make_schedule(4, 2), "rows") == [("rows", 0), ("open", 2), ("final", 1)]
     assert stages_of(make_schedule(1, 2, fetches_final=False), "rows") == [("rows", 0), ("open", 1)]
-    assert stages_of(make_schedule(3, 2), "worker") == [("read", 3), ("route", 3)]
+    copies = make_schedule(3, 2, copies=True)
+    assert [stages_of(copies, each) for each in ("reader", "copier", "router")] == [
+        [("read", 3)],
+        [("copy", 3)],
+        [("route", 3)],
+    ]
+    joined = make_schedule(3, 2, copies=True, joins=True)
+    assert stages_of(joined, "worker") == [("read", 3), ("copy", 3), ("route", 3)]
     tiered = make_schedule(2, 2, is_tiered=True)
-    assert stages_of(tiered, "tier") == [("retrieve", 2)]
+    assert stages_of(tiered, "tier") == [("retrieve", 1)]
     assert Task("retrieve", 5) in tiered.before(Task("rows", 5, 1))
     assert Task("retrieve", 5) in tiered.before(Task("final", 5))
 
@@ -148,8 +169,8 @@ def test_rows_that_are_final_shorten_the_step():
 
     whole = play(make_schedule(1, 1, fetches_final=False), seconds(0.0), 20)
     final = play(make_schedule(1, 1), seconds(0.75), 20)
-    assert step_s(whole, 20) == pytest.approx(10 + 1 + 4)
-    assert step_s(final, 20) == pytest.approx(10 + 1 + 1)
+    assert step_s(whole) == pytest.approx(10 + 1 + 4)
+    assert step_s(final) == pytest.approx(10 + 1 + 1)
 
 
 def test_the_dense_network_is_averaged_beside_the_last_gradients():
@@ -157,7 +178,7 @@ def test_the_dense_network_is_averaged_beside_the_last_gradients():
 
     def step(dense_s):
         times = {"compute": 10.0, "gradients": 2.0, "dense": dense_s}
-        return step_s(play(make_schedule(1, 1), lambda task: times.get(task.stage, 0.0), 20), 20)
+        return step_s(play(make_schedule(1, 1), lambda task: times.get(task.stage, 0.0), 20))
 
     assert [step(dense_s) for dense_s in (0.0, 1.5, 5.0)] == pytest.approx([12.0, 12.0, 15.0])
 
@@ -168,7 +189,7 @@ def test_small_ends_expose_less():
     def step(shares):
         times = {"compute": 8.0, "rows": 4.0, "gradients": 2.0}
         schedule = make_schedule(1, len(shares))
-        return step_s(play(schedule, lambda task: times.get(task.stage, 0.0) * shares[task.part], 20), 20)
+        return step_s(play(schedule, lambda task: times.get(task.stage, 0.0) * shares[task.part], 20))
 
     assert step([0.25] * 4) == pytest.approx(8 + 1 + 0.5)
     assert step([0.1, 0.4, 0.4, 0.1]) < step([0.25] * 4)
@@ -183,7 +204,55 @@ def test_the_sequential_loop_adds_up(num_parts):
     spans = play(alone, lambda task: 1.0, 4)
     tasks = 6 + 3 * num_parts
     assert max(span.end_s for span in spans) == 4 * tasks
-    assert step_s(spans, 4) == tasks
+    assert step_s(spans) == tasks
+
+
+SLEEPY = ("read", "copy", "route", "retrieve", "compute")
+
+
+@pytest.mark.parametrize(
+    "depth, num_parts, names, step",
+    [
+        *((depth, 1, SLEEPY, ms) for depth, ms in enumerate([100, 50, 100 / 3, 25, 20])),
+        (4, 1, ("rows", "compute", "gradients", "update"), 80),
+        (4, 8, ("rows", "compute", "gradients", "update"), 20 + 20 + 2.5 + 2.5),
+    ],
+)
+def test_stages_of_20_ms_hide_behind_each_other(depth, num_parts, names, step):
+    """K + 1 of them; but rows, computing, gradients and the update of one batch after the other are one loop."""
+
+    def seconds(task):
+        return 0.02 / (num_parts if schedule.stage(task.stage).by_part else 1) if task.stage in names else 0.0
+
+    schedule = make_schedule(depth, num_parts, is_tiered=True, copies=True)
+    assert 1e3 * step_s(play(schedule, seconds, 61)) == pytest.approx(step, abs=0.7)
+    joined = make_schedule(depth, num_parts, is_tiered=True, copies=True, joins=True)
+    assert 1e3 * step_s(play(joined, seconds, 61)) >= 60 * ("read" in names)
+
+
+@given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=6), cores=st.sampled_from([0.5, 1.0, 2.0, 3.5]))
+def test_a_slowdown_gives_away_the_cores_that_there_are(shares, cores):
+    slower = slowdown(shares, cores)
+    used = sum(share / (1 + share * (slower - 1)) for share in shares)
+    assert used == pytest.approx(min(sum(shares), cores), abs=1e-6)
+
+
+@given(play_=plays(), cores=st.sampled_from([0.5, 1.0, 2.0]), share=st.floats(0, 1))
+def test_it_takes_no_less_than_the_processor_has_to_do(play_, cores, share):
+    schedule, seconds, num_turns = play_
+    spans = play(schedule, seconds, num_turns, cores=cores, share=lambda task: share)
+    work = sum(share * seconds(span.task) for span in spans)
+    assert sum(span.cpu_s for span in spans) == pytest.approx(work)
+    assert max(span.end_s for span in spans) >= work / cores - 1e-6
+    alone = play(schedule, seconds, num_turns)
+    assert max(span.end_s for span in spans) >= max(span.end_s for span in alone) - 1e-6
+
+
+def test_two_busy_tasks_on_one_core_take_twice_as_long():
+    stages = (Stage("a", "one"), Stage("b", "two"), Stage("waits", "three"), Stage("dense", COMPUTE))
+    spans = play(Schedule(stages, 1, 0), lambda task: 1.0, 1, cores=1.0, share=lambda task: float(task.stage in "ab"))
+    ends = {span.task.stage: span.end_s for span in spans}
+    assert ends == pytest.approx({"a": 2.0, "b": 2.0, "waits": 1.0, "dense": 1.0})
 
 
 def in_order(schedule):

@@ -94,12 +94,16 @@ class Drive:
         self.dropped[batch] = {name: frozenset(stream.past) for name, stream in self.by_resource.items()}
 
 
-shapes = st.tuples(st.integers(0, 4), st.integers(1, 4), st.booleans())
+shapes = st.tuples(st.integers(0, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
 
 
 def drive(shape):
-    depth, num_parts, fetches_final = shape
-    return Drive(make_schedule(depth, num_parts, fetches_final=fetches_final and depth > 0, is_on_device=True))
+    depth, num_parts, fetches_final, copies, joins = shape
+    return Drive(
+        make_schedule(
+            depth, num_parts, fetches_final=fetches_final and depth > 0, is_on_device=True, copies=copies, joins=joins
+        )
+    )
 
 
 @given(shapes)
@@ -127,7 +131,7 @@ def test_tasks_come_after_what_they_need(shape):
 def test_memory_is_used_again_when_every_stream_that_has_any_is_past_the_batch(shape):
     """All that computed and sent a batch, on all streams that allocated for it; and no later than can be."""
     found = drive(shape)
-    depth, num_parts, _ = shape
+    depth, num_parts, *_ = shape
     gc.collect()
     last = NUM_BATCHES - 1 + depth  # the batch that was routed last
     windows = range(last - depth - REUSED_AFTER + 1)
@@ -142,21 +146,21 @@ def test_memory_is_used_again_when_every_stream_that_has_any_is_past_the_batch(s
 @given(shapes)
 def test_marks_are_forgotten(shape):
     found = drive(shape)
-    assert len(found.streams._marks) <= (shape[0] + 2) * (5 + 3 * shape[1])
+    assert len(found.streams._marks) <= (2 * shape[0] + REUSED_AFTER + 1) * (6 + 3 * shape[1])
     found.streams.forget()
     assert not found.streams._marks
     assert all(reference() is None for reference in found.kept.values())
 
 
 def test_streams_meet():
-    found = drive((2, 2, True))
+    found = drive((2, 2, True, True, False))
     everything = set().union(*(stream.past for stream in found.by_resource.values()))
     found.streams.meet()
     assert all(stream.past == everything for stream in found.by_resource.values())
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_messages_have_one_order(depth):
+@pytest.mark.parametrize("depth, opened", [(0, 0), (1, 1), (4, 2)])
+def test_messages_have_one_order(depth, opened):
     """One resource has all of them."""
     schedule = make_schedule(depth, 2, is_on_device=True)
     talks = {"open", "final", "rows", "gradients", "update"} & {stage.name for stage in schedule.stages}
@@ -164,7 +168,7 @@ def test_messages_have_one_order(depth):
     tasks = [(task.stage, task.batch) for task in schedule.tasks("communication", 5)]
     ends = [("gradients", 5), ("gradients", 5), ("update", 5)]
     final = [("final", 6)] if depth else []
-    opening = [("open", 5 + depth)]
+    opening = [("open", 5 + opened)]
     rows = [("rows", 5), ("rows", 5)]
     assert tasks == [*(rows + opening + final if depth else opening + rows), *ends]
 
@@ -175,6 +179,6 @@ def test_a_host_has_done_what_was_asked():
     streams.run(done.append, Task("route", 3))
     assert done == [Task("route", 3)]
     ((task, resource, start_s, end_s, cpu_s),) = recorder.spans()
-    assert (task, resource) == (Task("route", 3), "worker")
+    assert (task, resource) == (Task("route", 3), "router")
     assert cpu_s >= 0
     assert start_s < end_s

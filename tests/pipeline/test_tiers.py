@@ -187,7 +187,7 @@ def go_through(collection, optimizer, between, **options):
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("depth, num_batches", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("depth, num_batches", [(1, 1), (4, 2)])
 def test_look_ups_between_windows_do_not_wait_for_room_that_comes_later(depth, num_batches):
     collection, optimizer = make(Mesh(), num_batches)
 
@@ -202,7 +202,7 @@ def test_look_ahead_that_does_not_fit_is_reported_where_rows_are_looked_up_betwe
     """Otherwise the update of the batch before prefetches it; here nothing would."""
     collection, optimizer = make(Mesh(), 1)
     with pytest.raises(NoRoomError, match=r"rank 0 in stage 'retrieve' of batch 2: .* \(waited \d.\d s\)"):
-        go_through(collection, optimizer, collection.engine.wait, depth=2)
+        go_through(collection, optimizer, collection.engine.wait, depth=4)
 
 
 def test_one_thread_cannot_wait_for_itself():

@@ -44,7 +44,8 @@ def pipelined_jobs(draw, world_size, **options):
     sizes = st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size)
     fewest = draw(st.integers(0, 2))
     drawn = {
-        "depth": draw(st.integers(0, 3)),
+        "depth": draw(st.integers(0, 4)),
+        "joins": draw(st.sampled_from([None, False, True])),
         "micro_batches": draw(st.sampled_from([1, 2, 3, 6])),
         "exchange": draw(st.sampled_from(["delta", "delta", "unsplit", "naive"])),
         "final_rows": draw(st.booleans()),
