@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -35,3 +36,8 @@ def summarize(seconds: Sequence[float], name: str = "step") -> dict[str, float |
 def median(values: Sequence[float], digits: int = 3) -> float:
     """The median, rounded."""
     return round(statistics.median(values), digits)
+
+
+def cores() -> int:
+    """Cores of this machine that processes may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

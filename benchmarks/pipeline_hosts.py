@@ -11,7 +11,9 @@ All pipelines share one collection and take turns. Each is also run without thre
 which the schedule is played, are the model that the step is compared with.
 
 - speed-up: over the same micro-batches in turn (depth 0, no threads);
-- exposed: what a step takes beyond the computation of those, over their communication.
+- exposed: what a step takes beyond the computation of those, over their communication;
+- step over processor time: of all ranks together, over the cores of the machine. Without a core to spare no step is
+  shorter than that.
 
 Source: NestPipe §V, Table II (exposed 0.13 with 4 micro-batches on 1,536 workers).
 """
@@ -28,7 +30,7 @@ from typing import Any
 from benchmarks.command import Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
 from benchmarks.hosts import PAYLOAD_SHARE, Hosts, enter_hosts
-from benchmarks.measure import median, slowest
+from benchmarks.measure import cores, median, slowest
 from benchmarks.two_dimensional_hosts import bits_per_s
 from benchmarks.workload import Workload
 from rowmesh.pipeline.playing import play, step_s
@@ -36,7 +38,7 @@ from rowmesh.pipeline.schedule import Task, make_schedule
 
 MODULE, PEER = "benchmarks.ranks.pipeline", "benchmarks.peers.torchrec_step"
 TARGETS = {20: 1.3, 40: 1.55, 60: 1.6}
-TARGET_EXPOSED, TARGET_MODEL = 0.15, 0.05
+TARGET_EXPOSED, TARGET_MODEL, TARGET_PROCESSOR = 0.15, 0.05, 1.08
 START_S = 300.0
 NETWORK = ("open", "final", "rows", "gradients", "average")  # tasks that wait for the cable
 WIDTHS = (16, 160)
@@ -196,11 +198,14 @@ class Case:
         case = f"share {share} %{', computed elsewhere' if network.wait_ms else ''}, N={count}"
         for name, variant in everyone.items():
             tasks, received = mean_tasks(rounds[name]), median([r[0]["received_bytes"] for r in rounds[name]], 0)
+            processor = processor_ms(rounds[name], cores())
             line = {
                 "contestant": name,
                 "step_ms": times[name],
                 "received_bytes": received,
                 "cpu_ms": median([1e3 * rank["cpu_s"] for each in rounds[name] for rank in each]),
+                "cores": cores(),
+                "processor_ms": round(processor, 3),
                 "cable_floor_ms": round(received / (self._options.rate / 8 * PAYLOAD_SHARE) * 1e3, 2),
                 "tasks_ms": by_stage(tasks),
             }
@@ -213,6 +218,8 @@ class Case:
                 self._report.ratio(f"{case}: in turn / {name}", round(times["in turn"] / times[name], 3))
                 self._report.ratio(f"{case}: exposed, {name}", round(exposed, 3))
                 self._report.ratio(f"{case}: step / model, {name}", round(times[name] / model, 3))
+                text = f"{case}: step / processor time, {name}, target without a core to spare {TARGET_PROCESSOR}"
+                self._report.ratio(text, round(times[name] / processor, 3))
             self._report.line(**about | line)
         for name, seconds in peer_s.items():
             step_ms = median([1e3 * second for second in seconds])
@@ -258,6 +265,15 @@ def mean_tasks(rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
         name: statistics.median(statistics.mean(rank["tasks"].get(name, 0.0) for rank in each) for each in rounds)
         for name in names
     }
+
+
+def processor_ms(rounds: list[list[dict[str, Any]]], num_cores: int) -> float:
+    """Milliseconds that so many cores need at least for the processor time of a step of all ranks.
+
+    >>> processor_ms([[{"cpu_s": 0.03}, {"cpu_s": 0.05}]], 2)
+    40.0
+    """
+    return 1e3 * statistics.median(sum(rank["cpu_s"] for rank in each) for each in rounds) / num_cores
 
 
 def by_stage(tasks: dict[str, float]) -> dict[str, float]:
