@@ -243,7 +243,8 @@ class Ablation:
                     self._sweep(player, replace(calibration, wait_ms=wait_ms), case="dim", dim=dim)
 
     def _sweep(self, player: Player, calibration: Calibration, **about: Any) -> None:
-        chosen = modes(self._options.sweep_micro_batches, self._options.ablation_depth[:1])
+        several = modes(self._options.sweep_micro_batches, self._options.ablation_depth[:1])
+        chosen = {name: mode for name, mode in several.items() if mode.name in (OFF, "both")}
         self._compare(player, chosen, calibration, **about)
 
     @contextmanager

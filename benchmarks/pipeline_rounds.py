@@ -7,6 +7,7 @@ A step is cut into what the paper reports of it:
     retrieval    reading, routing and retrieval; what neither computation nor messages hide is exposed
     other        the rest of the step: updates, averaging the network's gradients, waiting
 
+What of the messages in turn takes longer than all that is computed in turn cannot be hidden (`least_exposed`).
 Utilisation is the share of the step in which the network is computed, or the wait that takes its place.
 
 Source: NestPipe §VII-A, metrics (4), utilisation, and (5), exposed communication.
@@ -84,6 +85,7 @@ def describe(rounds: Rounds, off: Rounds, rate_bits_per_s: int) -> dict[str, Any
         "exposed_ms": exposed_ms,
         "exposed": share(exposed_ms, communication_ms),
         "exposed_of_off": share(exposed_ms, off.part_ms("communication")),
+        "least_exposed": max(0.0, 1 - share(off.part_ms("computed"), off.part_ms("communication"))),
         "retrieval_ms": rounds.part_ms("retrieval"),
         "exposed_retrieval_ms": retrieval_ms,
         "retrieval_hidden": 1 - share(retrieval_ms, off.part_ms("retrieval")),

@@ -71,6 +71,8 @@ def test_a_line_says_what_is_hidden():
         rounds(400_000_000, 30.0, exposed_communication=communication / 4, exposed_retrieval=5.0), off, 400_000_000
     )
     assert (line["exposed"], line["exposed_of_off"], line["retrieval_hidden"]) == (0.25, 0.25, 0.75)
+    assert line["least_exposed"] == 0.0
+    assert describe(off, rounds(400_000_000, communication / 2 - 4.0), 400_000_000)["least_exposed"] == 0.5
     assert line["speedup"] == 1.0
     assert line["utilisation"] == pytest.approx(30.0 / off.step_ms, abs=1e-3)
     assert (line["disk_ms"], line["disk_bytes"], line["sent_bytes"], line["cpu_ms"]) == (4.0, 4096, 2000.0, 8.0)
