@@ -122,6 +122,7 @@ OPTIONS = {
     "checkpoint": Option(_one_of(1, 2, 3)),
     "migration": Option(lambda draw: {"before": draw.randrange(1, 4), **_plan(draw)}),
     "break": Option(_one_of([1], [2], [1, 2], [3, 4])),
+    "pause": Option(_one_of([1], [2, 3], [1, 2, 3])),
 }
 
 
@@ -178,6 +179,7 @@ def scenario_of(options: Options, seed: int, folder: Path) -> Scenario:
         evaluates=options.get("evaluate", False),
         pipeline=_pipelined(options),
         breaks=tuple(options.get("break", ())),
+        pauses=tuple(options.get("pause", ())),
         reloads=(options["checkpoint"],) if "checkpoint" in options else (),
         folder=folder,
         seed=seed,
@@ -214,8 +216,8 @@ def _tables(options: Options) -> tuple[TableSpec, ...]:
 
 
 def _pipelined(options: Options) -> Options | None:
-    """Options of the pipeline; one that is left early needs one."""
-    if "pipeline" not in options and "break" not in options:
+    """Options of the pipeline; one that is left early, or pauses, needs one."""
+    if not options.keys() & {"pipeline", "break", "pause"}:
         return None
     return {"verify": True, **options.get("pipeline", {"depth": 2})}
 
@@ -277,6 +279,7 @@ def twin_of(scenario: Scenario, options: Options) -> Scenario | None:
         tiers=None,
         reloads=(),
         breaks=(),
+        pauses=(),
         is_scaled=False,
         migrations=(),
     )

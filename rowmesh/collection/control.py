@@ -18,12 +18,14 @@ class Driver(NamedTuple):
         step: takes the learning rates of a step.
         forget: drops the gradients of a batch that waits for its step.
         wait: returns when the steps so far are done and no thread uses the tables.
+        pause: takes back what was opened ahead, too, and gives control back until the next batch.
         cancelled: when it is set, waits for rows of other ranks end.
     """
 
     step: Callable[[Sequence[Rate]], None]
     forget: Callable[[], None]
     wait: Callable[[], None]
+    pause: Callable[[], None]
     cancelled: Event
 
 

@@ -123,6 +123,16 @@ class DrivenEngine:
             if self._resolver is not None:
                 self._num_resolved = self._resolver.step
 
+    def check_undo(self, last: int | None) -> None:
+        """Raises RowmeshError where batches were opened in dynamic tables that `take_back` could not take back."""
+        resolver = self._resolver
+        if resolver is None or last is None or resolver.can_go_back(self._num_resolved if last < 0 else last):
+            return
+        raise RowmeshError(
+            "a pipeline has opened a batch ahead that cannot be taken back, since its dynamic tables have an index on "
+            "a device or averaged replicas; leave the loop over `windows` before"
+        )
+
     def prepare_to_take_back(self) -> None:
         """Announces that `take_back` follows as soon as the threads of the pipeline have ended."""
         self._engine.control.prepare_to_release()
@@ -205,7 +215,7 @@ class DrivenEngine:
         """Takes the place of `make_window` on a rank that has no such batch of a pipeline; collective as that is.
 
         Args:
-            number: of the batch in its loop.
+            number: of the batch, of those since `take_over`.
         """
         for means in self._dynamic_means:
             means.pass_over(self._first_step + number)

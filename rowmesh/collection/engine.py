@@ -433,6 +433,19 @@ class Engine:
         if self.control.driver is not None:
             self.control.driver.wait()
 
+    def pause(self) -> None:
+        """Has a pipeline, if one runs, take back what it opened ahead; it goes on with its next batch.
+
+        Collective then: every rank calls it after the same step.
+
+        Raises:
+            RowmeshError: as `wait`; or some batches cannot be taken back.
+            PeerError: as `wait`.
+        """
+        self.failure.check()
+        if self.control.driver is not None:
+            self.control.driver.pause()
+
     def flush_replicas(self) -> None:
         """Updates rows by the messages of other replicas, before a look-up reads them. Collective."""
         if self._replicated:
@@ -532,12 +545,13 @@ class Engine:
 
     def freeze(self, tables: Sequence[str], *, is_frozen: bool) -> None:
         """Freezes tables, or lets them train again, as `rowmesh.collection.freezing` has it. Collective."""
+        self.pause()
         with self.gate.writing:
-            self.control.check_not_driven("tables are frozen, or train again")
             freeze(self.mesh, self.exchanges, tables, len(self.pending), is_frozen=is_frozen)
 
     def forget_differences(self) -> None:
         """Takes the rows of this rank as equal to those of other replicas."""
+        self.pause()
         self.control.check("rows are set")
         with self.gate.writing:
             self._num_pushes += 1
@@ -570,6 +584,7 @@ class Engine:
 
     def migrate(self, plan: Plan) -> Moved:
         """Goes over to another plan, with all rows and states; returns what moved on all ranks. Collective."""
+        self.pause()
         self.control.check("rows migrate")
         with self.gate.writing:
             self.check_whole()

@@ -353,7 +353,7 @@ class EmbeddingCollection(TableModule):
         Raises:
             ConfigurationError: there is no such dynamic table.
             DataError: an id is no whole number of 64 bits.
-            RowmeshError: a pipeline has opened batches whose steps have not come.
+            RowmeshError: a pipeline has opened batches that it cannot take back.
 
         Example:
             >>> from rowmesh import SparseBatch
@@ -369,7 +369,7 @@ class EmbeddingCollection(TableModule):
         """
         numbers = whole_numbers(ids, f"the ids of table {table!r}").flatten()
         resolver = self._resolver_of(table)
-        self.engine.wait()
+        self.engine.pause()
         return resolver.statistics(table, numbers.cpu().numpy())
 
     def register_decision_hook(self, table: str, hook: DecisionHook) -> RemovableHandle:

@@ -32,6 +32,7 @@ def _shard(engine: Engine, table: TableSpec, which: Which) -> TableShard:
     assert resolver is not None
     assert isinstance(exchange.arena, DenseArena)
     if which != "group":
+        engine.pause()
         resolver.check_idle("save and load")
     found = resolver.tables[table.name]
     owned = None if which == "owned" and found.replica else found.owned  # the first replica has it for all

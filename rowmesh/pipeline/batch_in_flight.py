@@ -60,6 +60,7 @@ class BatchInFlight(Generic[T]):
     Attributes:
         number: of the batch, from 0 on.
         item: what the loader gave, its samples in the order of the micro-batches.
+        read: what the loader gave, as it did.
         order: where they were before (int64 `[B]`), or None where they are as they were.
         num_computed: micro-batches that had their backward.
         is_routed: whether its rows are known, and where tables are dynamic all ranks have decided about it.
@@ -67,7 +68,7 @@ class BatchInFlight(Generic[T]):
     """
 
     def __init__(self, parts: Callable[[Self], Iterator[Part]], number: int, item: T) -> None:
-        self._parts, self.number, self.item = parts, number, item
+        self._parts, self.number, self.item, self.read = parts, number, item, item
         self.order: Tensor | None = None
         self.window: Window | None = None
         self.lrs: Sequence[Rate] | None = None

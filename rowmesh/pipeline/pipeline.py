@@ -22,6 +22,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Generic, Self
@@ -62,7 +63,7 @@ class Pipeline(Generic[T]):
     """Runs the batches of a loader through an EmbeddingCollection. Making one is collective.
 
     All ranks make it alike and have equally many batches. Between two windows ranks may look up and evaluate; the call
-    waits until the step is done. A program that sets rows or migrates must leave the loop first.
+    waits until the step is done. Where they save dynamic tables, set rows or migrate, the pipeline pauses (`pause`).
 
     A step is done on all ranks or on none, and is known to be done when the next window is given, when `wait`, a
     look-up or a save has returned, or when the pipeline is closed.
@@ -163,7 +164,10 @@ class Pipeline(Generic[T]):
         self._streams: Streams = HostStreams(self.schedule, self.recorder)
         if is_on_device and overlap:
             self._streams = DeviceStreams(self.schedule, device, self.recorder, is_traced=trace)
-        self._runner: Runner | None = None
+        self._runner: Runner | None = None  # of the run; None before a loop, after it, and while it pauses
+        self._loop: object | None = None  # the loop over items
+        self._unused: Iterator[T] | None = None  # items that a loop which pauses goes on with
+        self._begins_at = 0  # the first batch of the run
         self._thread = 0  # which one runs the loop
         self._stages: Stages[T] | None = None  # of the loop that runs
         self._current: BatchInFlight[T] | None = None  # the one that is computed
@@ -228,42 +232,42 @@ class Pipeline(Generic[T]):
                 in another thread: names rank, stage and batch.
         """
         self._raise_late_error()
-        if self._runner is not None:
+        if self._loop is not None:
             raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
         if features is not None:
             check_features(features, self._known)
         self._features = features
-        runner = self._begin(items)
+        loop, _ = object(), self._begin(iter(items), 0)
+        self._loop = loop
         try:
-            assert self._stages
-            yield from self._turns(runner, self._stages)
-            runner.wait_for_all()
-            self._ends.check()
+            yield from self._turns()
         finally:
-            if self._runner is runner:  # it may have been closed, and another loop begun
+            if self._loop is loop:  # it may have been closed, and another loop begun
                 self._stop()
 
-    def _begin(self, items: Iterable[T]) -> Runner:
+    def _begin(self, reader: Iterator[T], first: int) -> None:
+        """Begins a run over items, the first of which is the batch of this number."""
         if self._embeddings.is_frozen:
             raise RowmeshError(
                 "all tables are frozen, and a pipeline waits for their gradients; look them up in a plain loop, or "
                 "call requires_grad_(True)"
             )
-        reader, cancelled, self._thread = iter(items), threading.Event(), threading.get_ident()
-        self._engine.take_over(Driver(self._step, self._forget, self.wait, cancelled))
+        cancelled, self._thread = threading.Event(), threading.get_ident()
+        self._engine.take_over(Driver(self._step, self._forget, self.wait, self.pause, cancelled))
         try:
-            return self._start(reader, cancelled)
+            self._start(reader, first, cancelled)
         except BaseException:  # or no look-up would be possible any more
             self._engine.take_back(None)
             raise
 
-    def _start(self, reader: Iterator[T], cancelled: threading.Event) -> Runner:
+    def _start(self, reader: Iterator[T], first: int, cancelled: threading.Event) -> None:
         if self._num_migrations != self._engine.num_migrations:
             self._windows, self._num_migrations = self._make_windows(), self._engine.num_migrations
-        self._opened = {}
+        self._opened, self._begins_at = {}, first
+        self._turn = first - self.schedule.depth - 1
         self._ends.begin(self._first)
         for windows in self._windows:
-            windows.begin(self._first)
+            windows.begin(self._first + first)
         self._stages = stages = Stages(
             reader,
             self._engine,
@@ -275,6 +279,7 @@ class Pipeline(Generic[T]):
             sparse_of=partial(_sparse_of, features=self._features, known=self._known),
             copy=self._copy or (lambda item: item),
             first=self._first,
+            begins_at=first,
         )
         actions = {name: getattr(stages, name) for name in _ACTIONS}
         actions["route"] = lambda task: stages.route(task, runner)
@@ -282,7 +287,7 @@ class Pipeline(Generic[T]):
         self._streams.meet()  # after all work that set rows or used this memory
         on_streams = {name: partial(self._streams.run, action) for name, action in actions.items()}
         self._runner = runner = Runner(
-            self.schedule,
+            replace(self.schedule, first=first),
             on_streams,
             rank=self._engine.mesh.run.rank,
             threads=self._overlap,
@@ -291,21 +296,28 @@ class Pipeline(Generic[T]):
             cancelled=cancelled,
             compiling=self._engine.mesh.compiling,
         )
-        return runner
 
-    def _turns(self, runner: Runner, stages: Stages[T]) -> Iterator[BatchInFlight[T]]:
-        self._turn = -self.schedule.depth - 1
+    def _turns(self) -> Iterator[BatchInFlight[T]]:
+        runner, stages = self._runner, self._stages
         while True:
+            if (unused := self._unused) is not None:
+                self._unused = None
+                self._begin(unused, self._begins_at)
+                runner, stages = self._runner, self._stages
+            assert runner
+            assert stages
             if self._has_waited:  # and the program may have updated rows, on its own stream
                 self._streams.meet()
                 self._has_waited = False
             self._turn += 1
             runner.enter(self._turn)
-            if self._turn < 0:
+            if self._turn < self._begins_at:
                 continue
             runner.wait(Task("compute", self._turn))
             if (batch := stages.batch(self._turn)) is None:
                 self._end_turn(runner, self._turn)
+                runner.wait_for_all()
+                self._ends.check()
                 return
             assert batch.window
             self._engine.tell(batch.window)
@@ -369,6 +381,28 @@ class Pipeline(Generic[T]):
         self._streams.meet()
         self._has_waited = True
 
+    def pause(self) -> None:
+        """Waits for the steps so far, and takes back what was opened ahead: tables know what they know after these.
+
+        The loop goes on with the next window, which takes one refill of the pipeline; items that were read come first.
+        Saving and statistics of dynamic tables, setting rows, freezing and migrating call this. No-op where no loop
+        runs. Collective: every rank calls it after the same step.
+
+        Raises:
+            RowmeshError: as `wait`; or batches were opened that cannot be taken back: those of dynamic tables with an
+                index on a device, or with averaged replicas.
+        """
+        if self._runner is None:
+            return
+        self.wait()
+        runner, stages = self._runner, self._stages
+        assert stages
+        number = self._begins_at if self._current is None else self._current.number + 1
+        self._engine.check_undo(self._last_opened(number))
+        unused = stages.unused(number)
+        self._end(runner, stages, number)
+        self._unused, self._begins_at = unused, number
+
     @contextlib.contextmanager
     def _stops_if_it_fails(self) -> Iterator[None]:
         """Ends a loop that cannot go on; the program may keep it, with what was raised, and begin another one."""
@@ -399,10 +433,13 @@ class Pipeline(Generic[T]):
             self._raise_late_error()
 
     def _stop(self) -> None:
-        runner, self._runner, stages = self._runner, None, self._stages
+        self._loop = None
+        self._say_that_it_is_left()
+        runner, stages = self._runner, self._stages
         if runner is None or stages is None:
             return
-        num_given = 0 if self._current is None else self._current.number + 1
+        number = self._begins_at if self._current is None else self._current.number + 1
+        self._runner = None
         refusal: RowmeshError | None = None
         try:
             if self._current is not None and self._current.lrs is not None:
@@ -410,24 +447,39 @@ class Pipeline(Generic[T]):
             refusal = self._part(runner, stages)
             self._make_room(runner)
         finally:
-            self._engine.prepare_to_take_back()
-            late = runner.close(lambda: self._engine.take_back(self._last_opened(num_given)))
+            late = self._end(runner, stages, number)
             self._late_error = refusal or late
+        self._first += number  # of the next loop, whose batches are numbered anew
+
+    def _end(self, runner: Runner, stages: Stages[T], number: int) -> RowmeshError | None:
+        """Ends a run, and takes back what was opened of batches from a number on; returns what failed meanwhile."""
+        self._runner = None
+        self._engine.prepare_to_take_back()
+        failure = runner.close(lambda: self._engine.take_back(self._last_opened(number)))
         self._streams.meet()  # before anything is dropped
         for windows in self._windows:
             windows.end()
-        self._first += self._turn + self.schedule.depth + 2  # no window of this run is before one of the next
+        self._first += self._turn - number + self.schedule.depth + 2  # no window of this run is before one of the next
         stages.drop()
         self._streams.forget()
         self._current = self._stages = None
+        return failure
+
+    def _say_that_it_is_left(self) -> None:
+        """Has a loop that is left while it pauses tell so the other ranks, which go on."""
+        unused, self._unused = self._unused, None
+        if unused is not None and not self._ends.is_alone:
+            with contextlib.suppress(RowmeshError):
+                self._begin(unused, self._begins_at)
+                self._ends.has_left = True  # nothing is read
 
     def _last_opened(self, num_given: int) -> int | None:
         """The step that the last batch opened in dynamic tables that stands there, for `DrivenEngine.take_back`.
 
         The same on all ranks, where they could agree on it.
         """
-        num_decided = num_given if self._ends.num_decided is None else self._ends.num_decided
-        return self._opened.get(num_decided - 1) if num_decided else -1
+        num_decided = num_given if self._ends.num_decided is None else min(num_given, self._ends.num_decided)
+        return self._opened.get(num_decided - 1) if num_decided > self._begins_at else -1
 
     def _part(self, runner: Runner, stages: Stages[T]) -> RowmeshError | None:
         """Sends other ranks what they wait for, until all know where this one stopped; see `rowmesh.pipeline.ends`.
@@ -459,7 +511,7 @@ class Pipeline(Generic[T]):
             RowmeshError: a step was refused, or something failed.
         """
         while True:
-            if self._turn > stepped and self._turn >= 0:
+            if self._turn > stepped and self._turn >= self._begins_at:
                 runner.wait(Task("compute", self._turn), _LEAVE_S)
                 if (batch := stages.batch(self._turn)) is None:
                     self._end_turn(runner, self._turn)

@@ -83,12 +83,12 @@ class Runner:
         self._disturb, self._keep = disturb, keep
         self._changed = threading.Condition()
         self._done: set[Task] = set()
-        self._turn = -schedule.depth - 1  # the last one that was entered
+        self._turn = schedule.first - schedule.depth - 1  # the last one that was entered
         self._error: RowmeshError | None = None
         self._failed_batch = 0  # of the task that failed first
         self._is_shared = False  # whether all ranks meet this error
         self._stalled: set[str] = set()  # resources whose task failed
-        self._last_step = self._last_update = -1  # the last batches of which these were done
+        self._last_step = self._last_update = schedule.first - 1  # the last batches of which these were done
         self._is_told = self._is_waiting_for_all = self._is_closing = False
         self.cancelled, self._compiling = cancelled or threading.Event(), compiling or CompilingRanks()
         self._when_silent: Callable[[], None] | None = None
@@ -243,7 +243,7 @@ class Runner:
 
     def _queue(self, resource: str) -> Iterator[tuple[int, Task | None]]:
         """The tasks of a resource and their turns; None at the end of a turn."""
-        turn = -self._schedule.depth
+        turn = self._schedule.first - self._schedule.depth
         while True:
             for task in self._schedule.tasks(resource, turn):
                 yield turn, task

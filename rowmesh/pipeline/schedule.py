@@ -85,6 +85,7 @@ class Schedule:
         num_parts: N, micro-batches.
         depth: K, batches that are read ahead.
         is_launched: whether tasks launch work on a device, so that the driver is turns ahead of what is done there.
+        first: the first batch; there are none before.
 
     Raises:
         ConfigurationError: a stage waits for one that is not declared.
@@ -99,6 +100,7 @@ class Schedule:
     num_parts: int
     depth: int
     is_launched: bool = False
+    first: int = 0
 
     def __post_init__(self) -> None:
         names = {stage.name for stage in self.stages}
@@ -115,10 +117,10 @@ class Schedule:
         return next(stage for stage in self.stages if stage.name == name)
 
     def tasks(self, resource: str, turn: int) -> Iterator[Task]:
-        """The tasks of a resource in a turn, in order; batches below 0 do not exist."""
+        """The tasks of a resource in a turn, in order."""
         for stage in self.stages:
             batch = turn + stage.ahead
-            if stage.resource == resource and batch >= 0:
+            if stage.resource == resource and batch >= self.first:
                 yield from self._of(stage, batch)
 
     def before(self, task: Task) -> Iterator[Task]:
@@ -126,7 +128,7 @@ class Schedule:
         mine = self.stage(task.stage)
         for after in mine.after:
             other = self.stage(after.stage)
-            if task.batch < after.back:
+            if task.batch - after.back < self.first:
                 continue
             if mine.by_part and other.by_part and not after.back:
                 yield Task(other.name, task.batch, task.part)

@@ -37,7 +37,8 @@ class Stages(Generic[T]):
         parts: gives the micro-batches of a batch to the loop.
         sparse_of: the ids of an item that are looked up.
         copy: what the program does with an item before it is routed.
-        first: the number of the first window.
+        first: the number that the window of batch 0 has, or would have.
+        begins_at: the first batch.
     """
 
     def __init__(
@@ -53,13 +54,16 @@ class Stages(Generic[T]):
         sparse_of: Callable[[T], SparseBatch],
         copy: Callable[[T], T],
         first: int,
+        begins_at: int,
     ) -> None:
         self._reader, self._engine, self._windows, self._ends = reader, engine, windows, ends
         self._cutter, self._streams, self._parts = cutter, streams, parts
         self._sparse_of, self._copy, self._first = sparse_of, copy, first
+        self._begins_at = begins_at
         self._in_flight: dict[int, BatchInFlight[T]] = {}
         self._num_decided_ahead = 0  # batches whose turn to be decided together with other ranks has come
         self._num_averaged_ahead = 0  # batches whose turn to be averaged with other replica groups has come
+        self._read_failure: Exception | None = None
         self._is_routed_over = False  # whether those that decide together know that there are no more
 
     def keep(self, task: Task, error: Exception) -> bool:
@@ -118,6 +122,19 @@ class Stages(Generic[T]):
         self._in_flight.clear()
         self._reader = iter(())
 
+    def unused(self, number: int) -> Iterator[T]:
+        """The items from a batch on, as the loader gave them, those first that were read; raises what reading did."""
+        read = [batch.read for each, batch in sorted(self._in_flight.items()) if each >= number]
+        failure, reader = self._read_failure, self._reader
+
+        def again() -> Iterator[T]:
+            yield from read
+            if failure is not None:
+                raise failure
+            yield from reader
+
+        return again()
+
     # In other threads
 
     def read(self, task: Task) -> None:
@@ -128,6 +145,9 @@ class Stages(Generic[T]):
         except StopIteration:
             self._ends.end_here(task.batch)
             return
+        except Exception as error:
+            self._read_failure = error
+            raise
         self._in_flight[task.batch] = BatchInFlight(self._parts, task.batch, item)
 
     def copy(self, task: Task) -> None:
@@ -180,7 +200,7 @@ class Stages(Generic[T]):
         if self._ends.is_alone or self._num_averaged_ahead > number or self._ends.is_over(number - 1):
             return
         self._num_averaged_ahead = number + 1
-        self._engine.pass_over_averages(number)
+        self._engine.pass_over_averages(number - self._begins_at)
 
     def open(self, task: Task) -> None:
         if self._ends.is_over(task.batch):

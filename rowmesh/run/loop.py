@@ -24,7 +24,6 @@ from rowmesh.run.console import Console
 from rowmesh.run.drift import Drift, configured_drift
 from rowmesh.run.gradients import saved_buffers
 from rowmesh.run.interval import Interval
-from rowmesh.run.job import Job
 from rowmesh.run.publications import Publications
 from rowmesh.run.raw_task import MAX_BAD_ROWS
 from rowmesh.run.run_folder import RunFolder
@@ -35,7 +34,7 @@ from rowmesh.run.task import StepBatch
 from rowmesh.run.trainer import Trainer
 
 PAUSE_EVERY = 64
-"""Steps after which a pipeline over dynamic tables has nothing under way: a checkpoint may have been asked for."""
+"""Steps after which a pipeline has opened no batch that it cannot take back: a checkpoint may have been asked for."""
 
 
 def train(trainer: Trainer, run: RunFolder, publications: Publications, console: Console) -> None:
@@ -104,7 +103,11 @@ class _Loop:
         self._trainer, self._job, self._config, self._mesh = trainer, trainer.job, trainer.config, trainer.job.mesh
         self._log, self._checkpoints, self._publications = log, checkpoints, publications
         self._best, self._drift, self._memory = best, drift, MemoryGauge()
-        self._eval_every, self._is_dynamic = chosen(self._config.train.eval_every), _is_dynamic(self._job)
+        self._eval_every, tables = chosen(self._config.train.eval_every), self._job.embeddings
+        knows_ids = self._config.model.is_sequence and any(table.takes_any_id for table in tables.tables)
+        # An evaluation that needs all fast memory, keeps the model, or ranks the items that tables know.
+        self._evaluates_idle = bool(tables.tier_counters or trainer.stopping.patience or knows_ids)
+        self._lacks_undo = tables.driven.may_lack_undo and not self._config.pipeline.is_off
         self.steps = self._make_steps()
         self._interval = self._go_on()
 
@@ -116,7 +119,7 @@ class _Loop:
             reach("loop.step")
             self._interval.add(batch.weight, batch.num_samples, loss)
             self._follow(batch)
-            if trainer.stopping.is_over:  # nothing is under way: the steps pause where they are evaluated
+            if trainer.stopping.is_over:  # nothing is under way: steps pause where they are evaluated
                 break
             self._write()
             trainer.is_between = True
@@ -155,7 +158,7 @@ class _Loop:
         if self._is_due(self._config.train.log_every):
             self._end_interval()
         if self._eval_every and self._is_due(self._eval_every):
-            self.steps.wait()
+            (self.steps.pause if self._evaluates_idle else self.steps.wait)()
             self._interval.loss += trainer.losses.rest()
             self._validate()
 
@@ -269,37 +272,29 @@ class _Loop:
         return Interval.resumed(progress["intervals"], rank, num_ranks)
 
     def _make_steps(self) -> Steps:
-        config = self._config
-        if config.pipeline.is_off:
+        if self._config.pipeline.is_off:
             return PlainSteps(self._trainer)
-        pauses = [] if self._drift is None else [config.placement.drift.check_every]
-        pauses += self._idle_steps
-        ranks_known = config.model.is_sequence and self._is_dynamic  # nothing is ahead of what the tables know
-        if self._eval_every and (self._job.embeddings.tier_counters or self._trainer.stopping.patience or ranks_known):
+        pauses = self._idle_steps
+        if self._eval_every and self._evaluates_idle and self._lacks_undo:
             pauses.append(self._eval_every)
         return PipelinedSteps(self._trainer, self._job, pauses, self._log.progress.write)
 
     @property
     def _idle_steps(self) -> list[int]:
-        """Every how many steps a pipeline opens no batch ahead: what dynamic tables know is that after all of them."""
+        """Every how many steps a pipeline has opened no batch that it cannot take back, so that it can pause."""
         checkpoint, publish = self._config.checkpoint, self._config.publish
-        is_ahead = self._is_dynamic and not self._config.pipeline.is_off
-        if not is_ahead or not (checkpoint.is_on or publish.is_on):
+        if not self._lacks_undo or not (checkpoint.is_on or publish.is_on):
             return []
         return [PAUSE_EVERY, *filter(None, (checkpoint.every_steps, publish.every_steps))]
 
     @property
     def _is_idle(self) -> bool:
-        """Whether all rows may be read after this step, for all that pipelines did ahead."""
+        """Whether a pipeline can pause after this step."""
         pauses = self._idle_steps
         return not pauses or any(self._is_due(every) for every in pauses)
 
     def _is_due(self, every: int) -> bool:
         return self._trainer.step % every == 0 or self._trainer.step == self._trainer.total_steps
-
-
-def _is_dynamic(job: Job) -> bool:
-    return any(table.takes_any_id for table in job.embeddings.tables)
 
 
 def _keep_bad_rows(trainer: Trainer, run: RunFolder, stack: ExitStack) -> None:

@@ -56,6 +56,10 @@ class Steps(Protocol):
         """Waits until rows may be looked up otherwise."""
         ...
 
+    def pause(self) -> None:
+        """Waits until nothing is under way, nor opened ahead. Collective."""
+        ...
+
     def record(self) -> dict[str, float]:
         """Facts about the time since the last call, on this rank."""
         ...
@@ -79,6 +83,9 @@ class PlainSteps:
     def wait(self) -> None:
         """Nothing is under way between steps."""
 
+    def pause(self) -> None:
+        """Nothing is opened ahead."""
+
     def record(self) -> dict[str, float]:
         """Nothing."""
         return {}
@@ -93,8 +100,7 @@ class PipelinedSteps:
     Args:
         trainer: does what is to be done for each batch.
         job: what is trained.
-        pauses: after every so many steps, of each, nothing is under way for a moment: a plan may change then, and an
-            evaluation has all fast memory for itself.
+        pauses: after every so many steps, of each, nothing is opened ahead, for batches that cannot be taken back.
         log: receives the choices that were made.
     """
 
@@ -132,6 +138,11 @@ class PipelinedSteps:
         """Waits until the steps so far are done."""
         if self._pipeline is not None:
             self._pipeline.wait()
+
+    def pause(self) -> None:
+        """Waits until the steps so far are done, and takes back what was opened ahead. Collective."""
+        if self._pipeline is not None:
+            self._pipeline.pause()
 
     def record(self) -> dict[str, float]:
         """The share of the time that computation waited for rows."""

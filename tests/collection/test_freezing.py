@@ -272,7 +272,7 @@ def test_refusals():
     job.optimizer.zero_grad()
     with Pipeline(job.embeddings) as pipeline:
         for _ in pipeline.windows([Item(job.batch(0))]):
-            with pytest.raises(RowmeshError, match="leave its loop before tables are frozen"):
+            with pytest.raises(RowmeshError, match="batch 0 of the pipeline is half way"):
                 job.embeddings.unfreeze("item")
             break
 

@@ -183,18 +183,20 @@ def test_nothing_is_read_within_a_window(read):
             optimizer.step()
 
 
-def test_nothing_is_set_while_a_pipeline_runs():
+def test_nothing_is_set_amid_a_window_and_nothing_pushed_beside_it():
     collection, optimizer = make()
     with Pipeline(collection) as pipeline:
         for window in pipeline.windows(items(3)):
-            train(window, optimizer)
             for change in (
                 lambda: collection.forget_differences(),
-                lambda: collection.push([], [0.1]),
+                lambda: collection.freeze("item"),
                 lambda: collection.migrate(collection.plan),
             ):
-                with pytest.raises(RowmeshError, match=r"a pipeline runs, .* leave its loop before rows"):
+                with pytest.raises(RowmeshError, match=r"batch \d of the pipeline is half way"):
                     change()
+            train(window, optimizer)
+            with pytest.raises(RowmeshError, match=r"a pipeline runs, .* leave its loop before rows are updated"):
+                collection.push([], [0.1])
     collection.forget_differences()
 
 

@@ -11,7 +11,7 @@ from rowmesh.run.steps import MEASURED_STEPS, WARM_UP_STEPS, PipelinedSteps
 class Loops:
     """Stands in for pipelines; notes after how many steps of a trainer a loop begins."""
 
-    reasons = ("for a test",)
+    reasons, threads = ("for a test",), "of a test"
 
     def __init__(self, trainer):
         self.trainer, self.begun, self.recorder = trainer, [], Recorder()
@@ -26,7 +26,7 @@ def test_there_are_pauses_while_steps_are_measured_too(monkeypatch):
     loops = Loops(trainer)
     config = PipelineConfig(depth="auto", micro_batches="auto")
     monkeypatch.setattr(PipelinedSteps, "_make", lambda *arguments, **options: loops)
-    monkeypatch.setattr(PipelinedSteps, "_chosen", lambda steps, config: PipelineConfig(depth=1))
+    monkeypatch.setattr(PipelinedSteps, "_chosen", lambda steps, config: (PipelineConfig(depth=1), None))
     job: Any = SimpleNamespace(config=SimpleNamespace(pipeline=config))
     steps = PipelinedSteps(trainer, job, [5], lambda text: None)
     batches: Any = iter(range(100))

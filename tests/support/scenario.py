@@ -49,6 +49,7 @@ class Scenario:
         synchronization: how replicas of tables are kept together.
         pipeline: options of a pipeline to train through; `disturb` takes the rank and a task.
         breaks: steps before which the loop over the pipeline is left and begun again.
+        pauses: steps before which the pipeline pauses.
         plain: steps without the pipeline.
         reloads: steps before which all is saved, and loaded into a job that began otherwise.
         folder: where to.
@@ -80,6 +81,7 @@ class Scenario:
     synchronization: Synchronization | None = None
     pipeline: dict[str, Any] | None = None
     breaks: tuple[int, ...] = ()
+    pauses: tuple[int, ...] = ()
     plain: tuple[int, ...] = ()
     reloads: tuple[int, ...] = ()
     folder: Path | None = None

@@ -156,25 +156,30 @@ class _Job:
     def train(self) -> None:
         """All steps."""
         scenario, step = self._scenario, 0
+        self._migrate(step)
         while step < scenario.num_steps:
-            self._go_over(step)
+            self._reload(step)
             if scenario.pipeline is not None:
                 step = self._train_pipelined(step)
             else:
                 self._train_plain(step)
                 step += 1
-        self._go_over(step)
+                self._migrate(step)
+        self._reload(step)
         self.collection.synchronize()
         _keep(self.collection, scenario, self.head, self.trained)
 
-    def _go_over(self, step: int) -> None:
-        """To another plan, or to what a checkpoint has."""
+    def _migrate(self, step: int) -> None:
+        """Goes over to another plan."""
         for before, plan in self._scenario.migrations:
             if before == step:
                 self.collection.migrate(plan)
                 dynamic = dict(self._scenario.dynamic)
                 tables = tuple(table for table in self.collection.plan.tables if table.shape.name not in dynamic)
                 assert replace(self.collection.plan, tables=tables) == plan
+
+    def _reload(self, step: int) -> None:
+        """Goes over to what a checkpoint has."""
         if step in self._scenario.reloads:
             assert self._scenario.folder is not None
             folder = self._scenario.folder / f"before {step}"
@@ -211,21 +216,24 @@ class _Job:
         options = dict(scenario.pipeline or {})
         if disturb := options.get("disturb"):
             options["disturb"] = partial(disturb, self._mesh.rank)
-        leaves = {before for before, _ in scenario.migrations} | {*scenario.reloads}
         with Pipeline(self.collection, **options) as pipeline:
             self.trained.reasons = pipeline.reasons
             while step < scenario.num_steps:
                 if step in scenario.plain:
                     self._train_plain(step)
                     step += 1
+                    self._migrate(step)
                 else:
                     for window in pipeline.windows(self._items(step)):
                         self._train_window(window)
                         self._evaluate(step)
                         step += 1
-                        if step in scenario.breaks or step in scenario.plain or step in leaves:
+                        if step in scenario.pauses:
+                            pipeline.pause()
+                        self._migrate(step)
+                        if step in {*scenario.breaks, *scenario.plain, *scenario.reloads}:
                             break
-                if step in leaves:
+                if step in scenario.reloads:
                     break
         return step
 

@@ -333,13 +333,13 @@ class Resolver:
             step: from here on as many batches were opened.
         """
         with self._lock:
-            assert self._can_reach(step), "these batches cannot be taken back, see `can_undo`"
+            assert self.can_go_back(step), "these batches cannot be taken back, see `can_undo`"
             if step < self.step:
                 self._go_back(step)
 
     def go_back_where_possible(self, step: int) -> None:
         """As `go_back`, but for batches that cannot be taken back, which stand on all ranks alike."""
-        self.go_back(next(each for each in range(step, max(step, self.step) + 1) if self._can_reach(each)))
+        self.go_back(next(each for each in range(step, max(step, self.step) + 1) if self.can_go_back(each)))
 
     def take_back(self, pin: BatchPin) -> None:
         """A batch is refused after all: it opened no step, where none was opened since and undo is not missing."""
@@ -347,7 +347,7 @@ class Resolver:
             self._take_back(pin)
 
     def _take_back(self, pin: BatchPin) -> None:
-        if pin.step == self.step > 0 and not pin.is_taken_back and self._can_reach(pin.step - 1):
+        if pin.step == self.step > 0 and not pin.is_taken_back and self.can_go_back(pin.step - 1):
             self._go_back(pin.step - 1)
         pin.take_watched()  # a batch that stands is refused all the same
 
@@ -356,7 +356,7 @@ class Resolver:
         self.pins.take_back(step)
         self.step = step
 
-    def _can_reach(self, step: int) -> bool:
+    def can_go_back(self, step: int) -> bool:
         """Whether what was decided since a step can be taken back."""
         return step >= min(self._fixed, self.step)
 
@@ -389,8 +389,8 @@ class Resolver:
         if ahead := len(self.pins.ahead):
             raise RowmeshError(
                 f"a pipeline has opened {ahead} batch(es) ahead, which the index of dynamic tables knows already: "
-                f"{what} when its loop over `windows` has ended and nothing holds its batches, as the traceback of an "
-                "error in it may"
+                f"{what} when every rank has called its pause(), or its loop over `windows` has ended and nothing "
+                "holds its batches, as the traceback of an error in it may"
             )
 
     def statistics(self, table: str, ids: np.ndarray) -> Statistics:
@@ -555,7 +555,7 @@ class Resolver:
         step = min(arrived.steps)
         if step == max(arrived.steps):
             return None
-        if max(arrived.steps) > step + 1 or not self._can_reach(step):
+        if max(arrived.steps) > step + 1 or not self.can_go_back(step):
             steps = ", ".join(f"rank {self._mesh.name(rank)} {each}" for rank, each in enumerate(arrived.steps))
             text = f"rank {self._name}: ranks have opened differently many batches of dynamic tables: {steps}"
             return error_to_plain(PeerError(f"{text}; begin anew, or load a checkpoint on all ranks"))
