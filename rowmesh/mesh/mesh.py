@@ -73,6 +73,7 @@ class Mesh:
     # All parts of the whole that were made along with this one.
     _parts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     _ranks_per_node: int | None = field(default=None, repr=False)
+    _prefix: str = field(default="", repr=False)  # of uses, whose process groups are then this mesh's own
     _owns_group: bool = field(default=False, repr=False)
     _subgroups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict, repr=False)
     _claims: Claims = field(default_factory=Claims, repr=False)
@@ -164,7 +165,7 @@ class Mesh:
         """
         if self.whole is not None:  # whose ranks all make the groups of all parts
             of_whole = [[ranks[r] for r in part] for ranks in self._parts for part in partition]
-            return self.whole.subgroup(of_whole, use, backend)
+            return self.whole.subgroup(of_whole, self._prefix + use, backend)
         mine = None
         for part in map(tuple, partition):  # all ranks make all groups, in the same order
             if (use, part) not in self._subgroups:
@@ -240,8 +241,27 @@ class Mesh:
             members=everyone,
             cancellation=Cancellation(),
             _parts=(everyone,),
+            _prefix="",
             _owns_group=False,
         )
+
+    def apart(self, name: str) -> Mesh:
+        """The same ranks with process groups of their own, for all uses. Collective.
+
+        Tables of such a mesh can be trained by a pipeline while another one trains tables of this mesh.
+
+        Args:
+            name: meshes apart of one name have the same groups, which are kept until the mesh is closed.
+
+        Raises:
+            PeerError: a rank did not come within the timeout.
+
+        Example:
+            >>> with Mesh.connect() as mesh:
+            ...     mesh.apart("items").world_size
+            1
+        """
+        return replace(self.with_process_group(name), _prefix=f"{name}/", _claims=Claims())
 
     def claim(self, use: str) -> None:
         """Has the groups of a use for one owner, whose threads send through them, until `unclaim`.
@@ -254,7 +274,8 @@ class Mesh:
         if self.world_size > 1 and not self._claims.take(use, self.timeout_s):
             raise RowmeshError(
                 f"rank {self.run.rank}: a {use} runs on this mesh already, and messages of two would cross; finish it, "
-                "or leave its loop, before the next one begins; where its loop has failed, close it"
+                "or leave its loop, before the next one begins; where its loop has failed, close it. Collections of "
+                "meshes apart, mesh.apart(name), have pipelines side by side"
             )
 
     def unclaim(self, use: str) -> None:

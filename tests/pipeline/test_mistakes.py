@@ -2,10 +2,12 @@
 
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+import rowmesh
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
@@ -38,8 +40,8 @@ def train(window, optimizer):
     optimizer.step()
 
 
-def values(collection):
-    return torch.cat([piece.values.clone() for piece in collection.local_rows("item")])
+def values(collection, name="item"):
+    return torch.cat([piece.values.clone() for piece in collection.local_rows(name)])
 
 
 def look_up(collection):
@@ -137,6 +139,41 @@ def test_two_pipelines_at_once_on_one_mesh(ranks):
     for rank, (message, same) in enumerate(ranks.run(pipeline_two_collections, world_size=2)):
         assert message.startswith(f"rank {rank}: a pipeline runs on this mesh already, and messages of two would cross")
         assert same
+
+
+def pipeline_side_by_side(mesh, folder, storages):
+    """Two loops at once, and what the same loops train one after the other."""
+    made = []
+    for side_by_side in (True, False):
+        tables = [
+            replace(ITEM, name=name, features=("item",), storage=storage)
+            for name, storage in zip("ab", storages, strict=True)
+        ]
+        first = EmbeddingCollection(tables[:1], mesh=mesh)
+        second = EmbeddingCollection(tables[1:], mesh=mesh.apart("second"))
+        one, other = EmbeddingOptimizer(first), EmbeddingOptimizer(second)
+        loops = [
+            Pipeline(tables, depth=2, micro_batches=2, disturb=be_late).windows(items(6, mesh.rank + seed))
+            for seed, tables in enumerate((first, second))
+        ]
+        if side_by_side:
+            for mine, theirs in zip(*loops, strict=True):
+                train(mine, one)
+                train(theirs, other)
+        else:
+            for loop, optimizer in zip(loops, (one, other), strict=True):
+                for window in loop:
+                    train(window, optimizer)
+        rowmesh.save(folder / f"{side_by_side}", {"first": first, "second": second})
+        made.append((values(first, "a"), values(second, "b")))
+        first.close()
+        second.close()
+    return all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("storages", [("dense", "dense"), ("tiered", "dense")])
+def test_two_pipelines_side_by_side(ranks, tmp_path, storages):
+    assert ranks.run(pipeline_side_by_side, tmp_path, storages, world_size=2) == [True, True]
 
 
 # Between windows, and within
