@@ -11,11 +11,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+import numpy as np
 from torch import Tensor
 
 from rowmesh._support.faults import reach
 from rowmesh.collection.control import Driver
 from rowmesh.collection.engine import Engine
+from rowmesh.collection.gradient_norm import squares
 from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import DataError, IdRangeError, NoRoomError, RefusedError, RowmeshError, StoreError
 from rowmesh.exchange.agreement import Agreement
@@ -25,6 +27,7 @@ from rowmesh.exchange.resolve.resolver import plain_of
 from rowmesh.exchange.route import Route
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.exchange.windows import Collected, WindowOptions, Windows
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.unshared import are_unshared
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables.update_rules import Rate
@@ -255,10 +258,31 @@ class DrivenEngine:
         def take_gradients(gradients: Sequence[Tensor]) -> None:
             may_wait = self.mesh.world_size == 1 and are_unshared(gradients)
             window.add_gradients(part, self._outputs.pooling.by_group(gradients), may_wait=may_wait)
+            self._engine.pending.count()
             finished()
 
         groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])
         return self._outputs(groups, window.route.batch, samples, take_gradients)
+
+    def squares(self, windows: Sequence[Windows], window: Window) -> float:
+        """The sum of squares of the gradients of a window that this rank adds up; all are on their way. Collective.
+
+        Blocks; where gradients travel whole they travel once more for it.
+        """
+        guests, known = self._guests(window), dict[int, float]()
+        for each in windows:
+            known |= each.squares(window, guests)
+        engine = self._engine
+        computed = engine.shard_groups.computed
+        return squares(engine.mesh, engine.exchanges, computed, [window.route], guests, known)
+
+    def _guests(self, window: Window) -> dict[str, np.ndarray]:
+        """The rows of each dynamic table whose gradients are dropped. Collective where there are some."""
+        if self._resolver is None or window.route.pin is None:
+            return {}
+        mine = self._resolver.guests_of(window.route.pin.number)
+        everyone = gather_objects(self.mesh, mine, "computing the norm of gradients")
+        return {name: np.array(sorted({row for each in everyone for row in each[name]}), np.int64) for name in mine}
 
     def next_step(self, rates: Sequence[Rate]) -> Step:
         """The next step of all groups."""
@@ -279,6 +303,13 @@ class DrivenEngine:
         except BaseException as error:
             self._engine.fail(step.number, error)
             raise
+
+    def skip_window(self, windows: Sequence[Windows], window: Window) -> None:
+        """Leaves the step of a window out, on all ranks: no row changes, and the next window comes."""
+        for each in windows:
+            each.skip(window)
+        if window.route.pin is not None:
+            window.route.pin.end()
 
     def _collect(
         self, windows: Sequence[Windows], window: Window, step: Step, *, forgets: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from typing import Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
@@ -65,6 +66,8 @@ class BatchInFlight(Generic[T]):
         num_computed: micro-batches that had their backward.
         is_routed: whether its rows are known, and where tables are dynamic all ranks have decided about it.
         answer: what this rank says when ranks ask each other whether they take its step.
+        is_measured: whether the squares of its gradients were asked for.
+        squares: their sum as each rank has it, once it is known.
     """
 
     def __init__(self, parts: Callable[[Self], Iterator[Part]], number: int, item: T) -> None:
@@ -74,6 +77,7 @@ class BatchInFlight(Generic[T]):
         self.lrs: Sequence[Rate] | None = None
         self.stepped: Mark | None = None  # when its learning rates came; None before, and once what follows is noted
         self.answer, self.is_routed = Answer.TAKES, False
+        self.is_measured, self.squares = False, list[float]()
         self._is_begun = False
         self.num_computed = 0
 
@@ -108,6 +112,19 @@ class BatchInFlight(Generic[T]):
         """When its learning rates came; None where that was asked before, or they have not."""
         stepped, self.stepped = self.stepped, None
         return stepped
+
+    def ask_squares(self) -> None:
+        """Notes that the squares of its gradients are asked for."""
+        self.is_measured = True
+
+    @property
+    def is_finite(self) -> bool | None:
+        """Whether its gradients are finite, on all ranks; None where that is not known."""
+        return isfinite(sum(self.squares)) if self.squares else None
+
+    def take_squares(self, squares: list[float]) -> None:
+        """Takes their sum on each rank."""
+        self.squares = squares
 
     def take_answer(self, answer: Answer) -> None:
         """Takes what this rank says of its step."""

@@ -7,6 +7,8 @@
         sparse_optimizer.step()
         dense_optimizer.step()
 
+Before the step gradients may be clipped, or unscaled by a GradScaler, which may leave the step out.
+
 The model is that of the plain loop. A batch is read and routed, and the owners of its rows learn of it, `depth` batches
 ahead. Rows that no rank changes any more are fetched during the batch before; other rows are fetched, and gradients
 sent, while the micro-batches are computed.
@@ -52,7 +54,7 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
 from rowmesh.tables.update_rules import Rate
 
-_ACTIONS = ("read", "copy", "open", "final", "rows", "gradients", "update")
+_ACTIONS = ("read", "copy", "open", "final", "rows", "gradients", "norm", "update")
 logger = logging.getLogger("rowmesh")
 CORES_APART = 2.0
 """Cores of a rank from which on reading, copying and routing have a thread each."""
@@ -177,6 +179,7 @@ class Pipeline(Generic[T]):
         self._known = [name for table in embeddings.tables for name in table.features]
         self._features: Sequence[str] | None = None  # that are looked up; None for all
         self._opened: dict[int, int] = {}  # by batch, of the last two that were given: which step of dynamic tables
+        self._left_out: int | None = None  # the last batch, where it had no step and finite gradients
         self._first = FIRST  # the number of its first window
 
     def __repr__(self) -> str:
@@ -236,7 +239,7 @@ class Pipeline(Generic[T]):
             raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
         if features is not None:
             check_features(features, self._known)
-        self._features = features
+        self._features, self._left_out = features, None
         loop, _ = object(), self._begin(iter(items), 0)
         self._loop = loop
         try:
@@ -253,7 +256,7 @@ class Pipeline(Generic[T]):
                 "call requires_grad_(True)"
             )
         cancelled, self._thread = threading.Event(), threading.get_ident()
-        self._engine.take_over(Driver(self._step, self._forget, self.wait, self.pause, cancelled))
+        self._engine.take_over(Driver(self._squares, self._step, self._forget, self.wait, self.pause, cancelled))
         try:
             self._start(reader, first, cancelled)
         except BaseException:  # or no look-up would be possible any more
@@ -324,11 +327,7 @@ class Pipeline(Generic[T]):
             self._note_given(batch)
             yield batch
             if batch.lrs is None:
-                raise RowmeshError(
-                    f"batch {batch.number} had no step: after the backward of its last micro-batch call the step of "
-                    "the EmbeddingOptimizer; a pipeline steps every batch, so add gradients up over more micro-batches "
-                    "of larger batches instead"
-                )
+                self._leave_out(batch)
             self._request(runner, batch)
             self._note_dense(batch)
 
@@ -341,7 +340,28 @@ class Pipeline(Generic[T]):
 
     def _request(self, runner: Runner, batch: BatchInFlight[T]) -> None:
         """Has the update of a batch begin, whose learning rates are there; once more where Ctrl-C came between."""
-        runner.done(Task("step", batch.number))
+        self._end_step(runner, batch.number)
+
+    def _end_step(self, runner: Runner, number: int) -> None:
+        """Says that nothing else is called for of a batch but its update."""
+        runner.done(Task("call", number))
+        runner.done(Task("step", number))
+
+    def _leave_out(self, batch: BatchInFlight[T]) -> None:
+        """Leaves the step of a batch out, whose gradients the program has looked at.
+
+        Raises:
+            RowmeshError: it has not.
+        """
+        if not batch.is_measured:
+            raise RowmeshError(
+                f"batch {batch.number} had no step: after the backward of its last micro-batch call the step of "
+                "the EmbeddingOptimizer; only a GradScaler, or a program that has clipped, may leave it out"
+            )
+        if batch.answer == Answer.TAKES and batch.is_finite:
+            self._left_out = batch.number
+        batch.take_answer(Answer.SKIPS)
+        batch.take_rates((), self.recorder.now())
 
     def _note_dense(self, batch: BatchInFlight[T]) -> None:
         """Notes when the dense network was updated: the driver's work after `wait` is not part of the step."""
@@ -352,7 +372,7 @@ class Pipeline(Generic[T]):
         """Passes over a batch that does not exist."""
         for part in range(self.schedule.num_parts):
             runner.done(Task("compute", turn, part))
-        runner.done(Task("step", turn))
+        self._end_step(runner, turn)
 
     def wait(self) -> None:
         """Waits until the steps so far are done on this rank.
@@ -368,6 +388,8 @@ class Pipeline(Generic[T]):
                 f"a pipeline trains in another thread than {threading.current_thread().name!r}, which reads rows, and "
                 "changes them meanwhile; look rows up, read or save them in the pipeline's thread, between two windows"
             )
+        if self._current is not None and self._current.lrs is None and self._current.is_measured:
+            self._leave_out(self._current)
         if self._current is not None and self._current.lrs is None:
             raise RowmeshError(
                 f"batch {self._current.number} of the pipeline is half way; look rows up, read or save them between "
@@ -434,6 +456,8 @@ class Pipeline(Generic[T]):
 
     def _stop(self) -> None:
         self._loop = None
+        if self._current is not None and self._current.lrs is None and self._current.is_finite is False:
+            self._leave_out(self._current)
         self._say_that_it_is_left()
         runner, stages = self._runner, self._stages
         if runner is None or stages is None:
@@ -533,7 +557,7 @@ class Pipeline(Generic[T]):
         batch.window.lack_gradients()
         for part in range(batch.num_computed, batch.window.num_parts):
             runner.done(Task("compute", batch.number, part))
-        runner.done(Task("step", batch.number))
+        self._end_step(runner, batch.number)
 
     def _make_room(self, runner: Runner) -> None:
         """Unpins the rows of a batch that has no step: what is under way may wait for their room."""
@@ -604,18 +628,38 @@ class Pipeline(Generic[T]):
             raise RowmeshError(f"batch {batch.number} is not under way any more: its loop was left")
         return self._runner
 
+    def _computed(self, doing: str) -> tuple[Runner, BatchInFlight[T]]:
+        """The batch that was computed last, and waits for its step."""
+        runner, batch = self._runner, self._current
+        if runner is None or batch is None or not batch.is_computed or batch.lrs is not None:
+            raise RowmeshError(
+                f"there is nothing to {doing}: no batch of the pipeline had a backward of all micro-batches"
+            )
+        return runner, batch
+
+    def _squares(self) -> list[float]:
+        """The sum of squares of the gradients of the batch that was computed last, as each rank has it."""
+        runner, batch = self._computed("clip or unscale")
+        batch.ask_squares()
+        runner.done(Task("call", batch.number))
+        with self._stops_if_it_fails():
+            runner.wait_for(Task("norm", batch.number))
+        return batch.squares
+
     def _step(self, lrs: Sequence[Rate]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
-        assert self._runner
-        batch = self._current
-        if batch is None or not batch.is_computed or batch.lrs is not None:
-            raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
+        runner, batch = self._computed("step")
+        if self._left_out is not None:
+            raise RowmeshError(
+                f"the step of batch {self._left_out} was left out, whose gradients would be added to those of batch "
+                f"{batch.number}; a pipeline keeps none: call zero_grad() before the first micro-batch"
+            )
         batch.take_rates(lrs, self.recorder.now())  # now it is taken, even if Ctrl-C comes before the next line
-        self._request(self._runner, batch)
+        self._request(runner, batch)
 
     def _forget(self) -> None:
         """Forgets the gradients of the batch that was computed, which were sent already."""
-        batch = self._current
+        self._left_out, batch = None, self._current
         if batch is None or batch.lrs is not None or not batch.num_computed:
             return
         if not batch.is_computed:

@@ -15,11 +15,12 @@ from rowmesh.exchange.window import Window
 from rowmesh.exchange.windows import Windows
 from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, T
 from rowmesh.pipeline.cutter import Cutter
-from rowmesh.pipeline.ends import Ends
+from rowmesh.pipeline.ends import Answer, Ends
 from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError, named
 from rowmesh.pipeline.schedule import Task
 from rowmesh.pipeline.streams import Streams
 from rowmesh.sparse import SparseBatch
+from rowmesh.tables.update_rules import Rate
 
 
 class Stages(Generic[T]):
@@ -237,25 +238,40 @@ class Stages(Generic[T]):
             for windows in self._windows:
                 windows.push(window, task.part)
 
+    def norm(self, task: Task) -> None:
+        batch = self.batch(task.batch)
+        if batch is None or batch.window is None or not batch.is_measured:
+            return
+        self._agree(batch, batch.window, Answer.MEASURES)
+        mine = self._engine.squares(self._windows, batch.window)
+        batch.take_squares(self._ends.exchange_squares(mine))
+
     def update(self, task: Task) -> None:
         batch = self.batch(task.batch)
         if batch is None:
             return
         window, engine, rates = batch.window, self._engine, batch.lrs or ()
         assert window
+        self._agree(batch, window, batch.answer, rates)
+        if batch.answer == Answer.SKIPS:
+            engine.skip_window(self._windows, window)
+        else:
+            engine.update_window(self._windows, window, rates, forgets=batch.answer == Answer.FORGETS)
+        self._streams.keep(task.batch, window)
+        self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
+        batch.release()
+        del self._in_flight[task.batch]
+
+    def _agree(self, batch: BatchInFlight[T], window: Window, answer: Answer, rates: Sequence[Rate] = ()) -> None:
+        """Has ranks agree on what they do with a batch; where they do not, its rows may leave fast memory."""
         try:
-            forgets = self._ends.agree(batch.number, batch.answer, engine.next_step(rates))
+            self._ends.agree(batch.number, answer, self._engine.next_step(rates))
         except RowmeshError as error:
             if self._ends.refused is None:
                 raise
             for windows in self._windows:
                 windows.drop(window)
             raise SharedError(error) from error
-        engine.update_window(self._windows, window, rates, forgets=forgets)
-        self._streams.keep(task.batch, window)
-        self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
-        batch.release()
-        del self._in_flight[task.batch]
 
 
 def _check_item(item: object, name: str, kind: str) -> None:
