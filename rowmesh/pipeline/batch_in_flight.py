@@ -32,22 +32,54 @@ class Samples(Protocol):
 
 
 T = TypeVar("T", bound=Samples)
+Weigh = Callable[[SparseBatch], SparseBatch]
+"""Gives the ids of a batch weights, as `rowmesh.PositionWeights` does."""
 
 
 class Part:
     """A micro-batch.
 
+    Args:
+        samples, weight: the attributes.
+        pool: looks its vectors up, with weights where a function gives them.
+
     Attributes:
         samples: which samples of the window's item; none where it has fewer samples than micro-batches.
-        embeddings: their vectors.
         weight: the share of the item's samples that it has, 0 to 1. The gradient of a mean over all samples is that of
             the sum, over micro-batches, of their means times their weights.
     """
 
-    __slots__ = ("embeddings", "samples", "weight")
+    __slots__ = ("_embeddings", "_pool", "samples", "weight")
 
-    def __init__(self, samples: slice, embeddings: Embeddings, weight: float) -> None:
-        self.samples, self.embeddings, self.weight = samples, embeddings, weight
+    def __init__(self, samples: slice, pool: Callable[[Weigh | None], Embeddings], weight: float) -> None:
+        self.samples, self.weight, self._pool = samples, weight, pool
+        self._embeddings: Embeddings | None = None
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The vectors of its samples."""
+        return self.look_up() if self._embeddings is None else self._embeddings
+
+    def look_up(self, weigh: Weigh | None = None) -> Embeddings:
+        """The vectors of its samples, of ids with weights, which may be trained.
+
+        Args:
+            weigh: gives the ids of the micro-batch weights; called at once, with those that the item has.
+
+        Raises:
+            RowmeshError: they were looked up before.
+            DataError: there are as many weights as ids, or other ids.
+            ConfigurationError: tables are on a device.
+
+        Example:
+            >>> from rowmesh import PositionWeights
+            >>> positions = PositionWeights({"clicked": 50})
+            >>> look_up = lambda part: part.look_up(positions)  # in a loop over a window
+        """
+        if self._embeddings is not None:
+            raise RowmeshError("a micro-batch is looked up once; give weights before its embeddings are read")
+        self._embeddings = self._pool(weigh)
+        return self._embeddings
 
 
 class BatchInFlight(Generic[T]):

@@ -40,7 +40,7 @@ from rowmesh.exchange.window import FIRST, Form
 from rowmesh.mesh.threads import cores_of
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
-from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, Samples, T
+from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, Samples, T, Weigh
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.ends import Answer, Ends
@@ -340,12 +340,7 @@ class Pipeline(Generic[T]):
 
     def _request(self, runner: Runner, batch: BatchInFlight[T]) -> None:
         """Has the update of a batch begin, whose learning rates are there; once more where Ctrl-C came between."""
-        self._end_step(runner, batch.number)
-
-    def _end_step(self, runner: Runner, number: int) -> None:
-        """Says that nothing else is called for of a batch but its update."""
-        runner.done(Task("call", number))
-        runner.done(Task("step", number))
+        runner.done(Task("step", batch.number))
 
     def _leave_out(self, batch: BatchInFlight[T]) -> None:
         """Leaves the step of a batch out, whose gradients the program has looked at.
@@ -372,7 +367,7 @@ class Pipeline(Generic[T]):
         """Passes over a batch that does not exist."""
         for part in range(self.schedule.num_parts):
             runner.done(Task("compute", turn, part))
-        self._end_step(runner, turn)
+        runner.done(Task("step", turn))
 
     def wait(self) -> None:
         """Waits until the steps so far are done on this rank.
@@ -557,7 +552,7 @@ class Pipeline(Generic[T]):
         batch.window.lack_gradients()
         for part in range(batch.num_computed, batch.window.num_parts):
             runner.done(Task("compute", batch.number, part))
-        self._end_step(runner, batch.number)
+        runner.done(Task("step", batch.number))
 
     def _make_room(self, runner: Runner) -> None:
         """Unpins the rows of a batch that has no step: what is under way may wait for their room."""
@@ -584,7 +579,7 @@ class Pipeline(Generic[T]):
             task = Task("compute", batch.number, part)
             start = self._await_rows(batch, task)
             weight = (samples.stop - samples.start) / max(bounds[-1], 1)
-            yield Part(samples, self._pool(batch, part), weight)
+            yield Part(samples, partial(self._pool, batch, part), weight)
             if batch.num_computed != part + 1:
                 raise RowmeshError(
                     f"micro-batch {part} of batch {batch.number} had no backward; call loss.backward() for each before "
@@ -606,10 +601,13 @@ class Pipeline(Generic[T]):
         self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)
         return end
 
-    def _pool(self, batch: BatchInFlight[T], part: int) -> Embeddings:
+    def _pool(self, batch: BatchInFlight[T], part: int, weigh: Weigh | None) -> Embeddings:
         """The vectors of a micro-batch."""
+        self._runner_of(batch)
         window, task = batch.window, Task("compute", batch.number, part)
         assert window
+        if part != batch.num_computed:
+            raise RowmeshError(f"micro-batch {part} of batch {batch.number} is looked up once, in its turn")
 
         def finished() -> None:
             runner = self._runner_of(batch)
@@ -619,7 +617,7 @@ class Pipeline(Generic[T]):
             self._streams.end(task)  # on the stream of this backward, whatever thread it runs in
             runner.done(task)
 
-        found = self._engine.pool_part(window, part, finished)
+        found = self._engine.pool_part(window, part, finished, weigh)
         return found if self._features is None else found.select(self._features)
 
     def _runner_of(self, batch: BatchInFlight[T]) -> Runner:

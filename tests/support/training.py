@@ -241,13 +241,14 @@ class _Job:
         for later in range(step, self._scenario.num_steps):
             for part in range(self._scenario.accumulate):
                 batch = self._scenario.local_batch(later, part, self._mesh.rank)
-                yield Item(self.head.weigh(batch.sparse), batch.labels)
+                yield Item(batch.sparse, batch.labels)
 
     def _train_window(self, window: BatchInFlight[Item]) -> None:
         self._both.zero_grad()
         found, loss = [], torch.zeros((), dtype=self._scenario.dtype)
         for part in window:
-            vectors = _joined(part.embeddings, self._scenario)
+            found_rows = part.embeddings if self.head.positions is None else part.look_up(self.head.weigh)
+            vectors = _joined(found_rows, self._scenario)
             loss += self._backward(vectors, window.item.labels[part.samples])
             found.append(vectors.detach().clone())
         if self._scenario.accumulate > 1:

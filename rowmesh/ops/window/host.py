@@ -73,7 +73,7 @@ class HostWindow:
             batch: the look-up of the whole batch, whose route must live as long as the window.
             layouts: of each micro-batch.
         """
-        self._batch, self._layouts, self.is_fresh, self.merged = batch, layouts, False, self.merger
+        self._batch, self._layouts, self.is_fresh, self.merged = batch, [*layouts], False, self.merger
         self._first_cells, size = list(accumulate((each.num_ids for each in layouts), initial=0)), batch.num_unique
         pointers = self._pointers.reserve(4 * len(layouts) * (size + 1))
         cells = self._cells.reserve(4 * self._first_cells[-1])
@@ -86,6 +86,10 @@ class HostWindow:
             where = pointers + 4 * k * (size + 1), cells + 4 * self._first_cells[k]
             file_cells(*features, counts, size, *where)
         cpu.order_uses(unordered, batch.uniques, size, self._uses.reserve(4 * size))
+
+    def weigh(self, part: int, layout: GroupLayout) -> None:
+        """A micro-batch has weights: another layout than it was cut with."""
+        self._layouts[part] = layout
 
     def add_gradients(self, part: int, grad: Tensor) -> None:
         """Adds the gradients of a micro-batch's rows to the sums, given that of its vectors."""
