@@ -73,7 +73,9 @@ class Pipeline(Generic[T]):
     Args:
         embeddings: the tables.
         depth: K, batches ahead; 0 begins a batch when the one before is done.
-        micro_batches: N, 1 to 31.
+        micro_batches: N, of an item; with `accumulate` items 1 to 31 in a window.
+        accumulate: A, items whose gradients one step takes: a window has A items, the last perhaps fewer, and their
+            micro-batches in turn. Not with dynamic tables.
         exchange: how the rows of a window travel: "delta" (each once), "naive" (with every micro-batch that has it, as
             in the paper) or "unsplit" (all with the first, gradients with the last).
         final_rows: whether rows that the batch before does not touch come during it; for delta, and a depth of 1 or
@@ -124,6 +126,7 @@ class Pipeline(Generic[T]):
         *,
         depth: int = 1,
         micro_batches: int = 1,
+        accumulate: int = 1,
         exchange: Form = "delta",
         final_rows: bool = True,
         sizes: Sizes = "even",
@@ -136,7 +139,13 @@ class Pipeline(Generic[T]):
         trace: bool = False,
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
-        _check(depth, micro_batches, exchange)
+        _check(depth, micro_batches, accumulate, exchange)
+        if accumulate > 1 and embeddings.driven.is_decided_ahead:
+            raise ConfigurationError(
+                "dynamic tables decide about the ids of each item by itself, and a window that accumulates several "
+                "decides once; leave accumulate out and take larger batches, or accumulate in a plain loop"
+            )
+        self._micro_batches, self._accumulate = micro_batches, accumulate
         if embeddings.driven.may_lack_undo and depth > (most := 1 if overlap else 0):
             logger.info(
                 "pipeline: depth %d instead of %d: batches of dynamic tables with an index on a device, or with "
@@ -160,7 +169,7 @@ class Pipeline(Generic[T]):
             make_schedule, is_tiered=is_tiered, is_on_device=is_on_device, copies=copy is not None
         )
         joins = self.cores < CORES_APART if joins is None else joins
-        self.schedule = self.make_schedule(depth, micro_batches, fetches_final=finds_final, joins=joins)
+        self.schedule = self.make_schedule(depth, accumulate * micro_batches, fetches_final=finds_final, joins=joins)
         device = embeddings.device
         self.recorder = DeviceRecorder(partial(Stream.current, device)) if is_on_device else Recorder()
         self._streams: Streams = HostStreams(self.schedule, self.recorder)
@@ -277,6 +286,7 @@ class Pipeline(Generic[T]):
             self._windows,
             self._ends,
             cutter=self._cutter,
+            accumulate=self._accumulate,
             streams=self._streams,
             parts=self._parts,
             sparse_of=partial(_sparse_of, features=self._features, known=self._known),
@@ -351,7 +361,8 @@ class Pipeline(Generic[T]):
         if not batch.is_measured:
             raise RowmeshError(
                 f"batch {batch.number} had no step: after the backward of its last micro-batch call the step of "
-                "the EmbeddingOptimizer; only a GradScaler, or a program that has clipped, may leave it out"
+                "the EmbeddingOptimizer; only a GradScaler, or a program that has clipped, may leave it out; "
+                "Pipeline(…, accumulate=…) adds gradients up over several items"
             )
         if batch.answer == Answer.TAKES and batch.is_finite:
             self._left_out = batch.number
@@ -571,7 +582,7 @@ class Pipeline(Generic[T]):
 
     # Calls of the driver
 
-    def _parts(self, batch: BatchInFlight[T]) -> Iterator[Part]:
+    def _parts(self, batch: BatchInFlight[T]) -> Iterator[Part[T]]:
         """The micro-batches of a batch, each once its rows are there; goes on once it had its backward."""
         assert batch.window
         bounds = batch.window.bounds
@@ -579,7 +590,13 @@ class Pipeline(Generic[T]):
             task = Task("compute", batch.number, part)
             start = self._await_rows(batch, task)
             weight = (samples.stop - samples.start) / max(bounds[-1], 1)
-            yield Part(samples, partial(self._pool, batch, part), weight)
+            place = part // self._micro_batches
+            first = bounds[place * self._micro_batches]
+            item, own = (
+                batch.items[min(place, len(batch.items) - 1)],
+                slice(samples.start - first, samples.stop - first),
+            )
+            yield Part(item, own, partial(self._pool, batch, part), weight)
             if batch.num_computed != part + 1:
                 raise RowmeshError(
                     f"micro-batch {part} of batch {batch.number} had no backward; call loss.backward() for each before "
@@ -668,14 +685,19 @@ class Pipeline(Generic[T]):
         batch.take_answer(Answer.FORGETS)
 
 
-def _check(depth: int, micro_batches: int, exchange: str) -> None:
-    for name, value in {"depth": depth, "micro_batches": micro_batches}.items():
+def _check(depth: int, micro_batches: int, accumulate: int, exchange: str) -> None:
+    for name, value in {"depth": depth, "micro_batches": micro_batches, "accumulate": accumulate}.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ConfigurationError(f"{name} must be a whole number, got {value!r}")
     if depth < 0:
         raise ConfigurationError(f"depth must be 0 or more, got {depth}")
     if not 1 <= micro_batches <= MAX_PARTS:
         raise ConfigurationError(f"micro_batches must be 1 to {MAX_PARTS}, got {micro_batches}")
+    if not 1 <= accumulate <= MAX_PARTS // micro_batches:
+        raise ConfigurationError(
+            f"accumulate must be 1 to {MAX_PARTS // micro_batches} with {micro_batches} micro-batches of each item, "
+            f"got {accumulate}"
+        )
     if exchange not in Form.__args__:
         raise ConfigurationError(f"exchange must be one of {list(Form.__args__)}, got {exchange!r}")
 
