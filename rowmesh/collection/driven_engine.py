@@ -309,21 +309,22 @@ class DrivenEngine:
     def squares(self, windows: Sequence[Windows], window: Window) -> float:
         """The sum of squares of the gradients of a window that this rank adds up; all are on their way. Collective.
 
-        Blocks; where gradients travel whole they travel once more for it.
+        Blocks; where gradients travel whole they travel once more for it. Messages are of the rows'
+        process group, in which nothing else is under way before the update.
         """
         guests, known = self._guests(window), dict[int, float]()
         for each in windows:
             known |= each.squares(window, guests)
         engine = self._engine
         computed = engine.shard_groups.computed
-        return squares(engine.mesh, engine.exchanges, computed, [window.route], guests, known)
+        return squares(engine.rows_mesh, engine.exchanges, computed, [window.route], guests, known)
 
     def _guests(self, window: Window) -> dict[str, np.ndarray]:
         """The rows of each dynamic table whose gradients are dropped. Collective where there are some."""
         if self._resolver is None or window.route.pin is None:
             return {}
         mine = self._resolver.guests_of(window.route.pin.number)
-        everyone = gather_objects(self.mesh, mine, "computing the norm of gradients")
+        everyone = gather_objects(self._engine.rows_mesh, mine, "computing the norm of gradients")
         return {name: np.array(sorted({row for each in everyone for row in each[name]}), np.int64) for name in mine}
 
     def next_step(self, rates: Sequence[Rate]) -> Step:
