@@ -44,11 +44,12 @@ NETWORK = ("open", "final", "rows", "gradients", "average")  # tasks that wait f
 WIDTHS = (16, 160)
 MIDDLE = 64
 _IN_TURN = ", in turn"
+CLIPPED = "ahead, final rows, clipped"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Options of a pipeline."""
+    """Options of a pipeline, and whether gradients are clipped."""
 
     depth: int = 0
     micro_batches: int = 1
@@ -57,6 +58,7 @@ class Variant:
     sizes: str = "even"
     clustering: str = "off"
     overlap: bool = True
+    clips: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Network:
     wait_ms: float = 0.0
 
 
-def variants(count: int) -> dict[str, Variant]:
+def variants(count: int, *, clips: bool = False) -> dict[str, Variant]:
     """The pipelines with so many micro-batches; the first is what the others are compared with."""
     light = Variant(1, count, sizes="light_ends", clustering="light_ends")
     return {
@@ -80,6 +82,7 @@ def variants(count: int) -> dict[str, Variant]:
         "window": Variant(0, count),
         "ahead": replace(light, final_rows=False),
         "ahead, final rows": light,
+        **({CLIPPED: replace(light, clips=True)} if clips else {}),
         "paper": Variant(1, count, exchange="naive", final_rows=False, clustering="greedy"),
     }
 
@@ -92,6 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--share", type=_integers, default=[20, 40, 60], help="per cent of a step that communication takes, by commas")
     add("--elsewhere", action="store_true", help="forward and backward of the network take no core: they are a wait")
     add("--micro-batches", type=_integers, default=[4, 8], help="how many, separated by commas")
+    add("--clip", action="store_true", help="beside the others a pipeline whose gradients are clipped by their norm")
     add("--hosts-dim", type=int, default=64, help="dimension of the tables")
     add("--hosts-batch", type=int, default=4096, help="samples a step, of both ranks together")
     add("--hosts-max-rows", type=int, default=1_000_000, help="cap on rows per table")
@@ -159,7 +163,7 @@ class Case:
 
     def _compare(self, share: int, count: int, network: Network, peers: list[Contestant]) -> None:
         """Rounds of all pipelines and of the peer, A B A B."""
-        chosen = variants(count)
+        chosen = variants(count, clips=self._options.clip)
         modelled = {
             f"{name}{_IN_TURN}": replace(variant, overlap=False) for name, variant in chosen.items() if variant.overlap
         }
@@ -221,6 +225,9 @@ class Case:
                 text = f"{case}: step / processor time, {name}, target without a core to spare {TARGET_PROCESSOR}"
                 self._report.ratio(text, round(times[name] / processor, 3))
             self._report.line(**about | line)
+        if CLIPPED in times:
+            name = CLIPPED.rpartition(",")[0]
+            self._report.ratio(f"{case}: clipped / {name}", round(times[CLIPPED] / times[name], 3))
         for name, seconds in peer_s.items():
             step_ms = median([1e3 * second for second in seconds])
             self._report.line(**about, contestant=name, step_ms=step_ms)

@@ -109,7 +109,7 @@ OPTIONS = {
     "plan": Option(_plan, ("plan",)),
     "replicas": Option(_one_of(2, 2, 4), ("replica",)),
     "pipeline": Option(_pipeline, ("pipeline", "micro-batch", "depth")),
-    "accumulate": Option(_one_of(2, 3), ("add gradients up", "accumulat")),
+    "accumulate": Option(_one_of(2, 3), ("accumulat",)),
     "evaluate": Option(_one_of(True)),
     "clip": Option(_one_of(0.01, 0.3, 10.0), ("clip", "norm")),
     "scaler": Option(_one_of(True), ("scaler", "scaled")),
@@ -286,7 +286,8 @@ def twin_of(scenario: Scenario, options: Options) -> Scenario | None:
     if scenario.replicas == 1 and "replicas" not in options:
         twin = replace(twin, plan=None)
     if (pipeline := scenario.pipeline) is not None:
-        is_whole = pipeline.get("micro_batches", 1) == 1 and pipeline.get("clustering", "off") == "off"
+        is_whole = pipeline.get("micro_batches", 1) == scenario.accumulate == 1
+        is_whole = is_whole and pipeline.get("clustering", "off") == "off"
         twin = replace(twin, pipeline=None if is_whole else {**pipeline, "depth": 0, "overlap": False})
     return twin
 

@@ -127,8 +127,46 @@ def test_frozen_tables_refuse_them():
 def test_pipelines_refuse_them():
     embeddings = EmbeddingCollection([table("user", 9, 3), table("item", 9, 3)])
     item = Item(weighted(torch.ones(7, requires_grad=True)), torch.zeros(3))
-    with Pipeline(embeddings) as pipeline, pytest.raises(DataError, match="get no gradient in a pipeline, which reads"):
+    with Pipeline(embeddings) as pipeline, pytest.raises(DataError, match="give them with each micro-batch"):
         next(iter(pipeline.windows([item])))
+
+
+PIPED = Scenario(
+    tables=TABLES,
+    batch_sizes=(5, 4),
+    num_steps=4,
+    trains_weights=True,
+    pipeline={"depth": 2, "micro_batches": 3, "verify": True},
+)
+
+
+@pytest.mark.parametrize(
+    "job, transport",
+    [
+        (PIPED, "collective"),
+        (replace(PIPED, is_weighted=True), "one_sided"),
+        (replace(PIPED, pipeline={"depth": 1, "micro_batches": 2, "exchange": "naive"}), "collective"),
+        (replace(PIPED, plan=with_copies(PIPED.tables, world_size=2), max_norm=0.02), "collective"),
+        (replace(PIPED, pipeline={"depth": 0, "clustering": "greedy", "micro_batches": 2}), "collective"),
+        (replace(PIPED, tables=mixed("adam", torch.float64), is_weighted=True), "collective"),
+    ],
+    ids=["by micro-batch", "whole, beside given ones", "naive", "copied rows, clipped", "clustered", "tensor-train"],
+)
+def test_pipelines_take_them_with_micro_batches(ranks, job, transport):
+    assert_close(job, merged(job, on_ranks(ranks, job, transport)), train_reference(job))
+
+
+def test_a_micro_batch_is_looked_up_once_with_a_weight_for_every_id():
+    embeddings = EmbeddingCollection([table("user", 9, 3), table("item", 9, 3)])
+    with Pipeline(embeddings, micro_batches=2) as pipeline:
+        windows = pipeline.windows([Item(SparseBatch.from_bags(BAGS), torch.zeros(3))])
+        part = next(iter(next(windows)))
+        with pytest.raises(DataError, match="needs as many weights, got none"):
+            part.look_up(lambda batch: batch)
+        part.look_up(lambda batch: replace(batch, weights=torch.ones(len(batch.ids))))
+        with pytest.raises(RowmeshError, match="a micro-batch is looked up once"):
+            part.look_up(lambda batch: batch)
+        windows.close()
 
 
 class Model(torch.nn.Module):

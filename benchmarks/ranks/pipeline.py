@@ -95,6 +95,7 @@ class Commands:
         self._items = [Item(batch.dense, sparse_batch(specs, batch), batch.labels) for batch in batches]
         self._position = -1
         self._pipelines: dict[str, Pipeline[Item]] = {}
+        self._clipped: set[str] = set()  # pipelines whose gradients are
         self._tables_of: dict[str, Tables] = {}
         self._computed: list[Interval] = []  # forward and backward of the network
         self._build(64)
@@ -131,7 +132,9 @@ class Commands:
     def _given_vectors(self) -> Tensor:
         return torch.randn(len(self._items[0].labels), NUM_TABLES, self._workload.dim)
 
-    def make(self, name: str, hidden: int, wait_ms: float = 0.0, tables: str = "", **options: Any) -> dict[str, Any]:
+    def make(
+        self, name: str, hidden: int, wait_ms: float = 0.0, tables: str = "", *, clips: bool = False, **options: Any
+    ) -> dict[str, Any]:
         """Makes a pipeline, and the network anew; with `wait_ms` so long a wait takes the place of computing it.
 
         Args:
@@ -139,11 +142,13 @@ class Commands:
             hidden: width of the network.
             wait_ms: of a whole batch; 0: the network is computed.
             tables: the collection, as `hold` named it.
+            clips: whether gradients are clipped by their norm.
             options: of the pipeline.
         """
         self._build(hidden)
         self._wait_s, self._given = wait_ms / 1e3, self._given_vectors() if wait_ms else torch.empty(0)
         self._tables_of[name] = self._tables[tables]
+        (self._clipped.add if clips else self._clipped.discard)(name)
         self._pipelines[name] = Pipeline[Item](self._tables[tables].embeddings, **options)
         return {"reasons": self._pipelines[name].reasons}
 
@@ -234,12 +239,21 @@ class Commands:
         self._gradients.zero()
         for part in window:
             self._compute(window.item, part)
-        self._tables_of[name].optimizer.step()
-        began = time.perf_counter()
-        self._gradients.average()
-        averaged_s = time.perf_counter() - began
+        optimizer, averaged_s = self._tables_of[name].optimizer, 0.0
+        if name in self._clipped:  # by the norm of the average
+            averaged_s = self._average()
+            optimizer.clip_grad_norm_(1e9, self._network.parameters())
+        optimizer.step()
+        if name not in self._clipped:
+            averaged_s = self._average()
         self._dense.step()
         return averaged_s
+
+    def _average(self) -> float:
+        """Averages the network's gradients; returns how long it took, in seconds."""
+        began = time.perf_counter()
+        self._gradients.average()
+        return time.perf_counter() - began
 
     def _compute(self, item: Item, part: Part) -> None:
         """Forward and backward of a micro-batch."""

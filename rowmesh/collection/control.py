@@ -15,6 +15,7 @@ class Driver(NamedTuple):
     """A pipeline, as the engine whose rows it moves sees it.
 
     Attributes:
+        squares: the sum of squares of the gradients of the batch that waits for its step, as each rank has it.
         step: takes the learning rates of a step.
         forget: drops the gradients of a batch that waits for its step.
         wait: returns when the steps so far are done and no thread uses the tables.
@@ -22,6 +23,7 @@ class Driver(NamedTuple):
         cancelled: when it is set, waits for rows of other ranks end.
     """
 
+    squares: Callable[[], list[float]]
     step: Callable[[Sequence[Rate]], None]
     forget: Callable[[], None]
     wait: Callable[[], None]
@@ -84,17 +86,3 @@ class Control:
         """Raises RowmeshError where a pipeline has the rows."""
         if self.driver is not None:
             raise RowmeshError(f"a pipeline runs, and has rows of later batches; leave its loop before {doing}")
-
-    def check_not_sent(self, reader: str, instead: str) -> None:
-        """Raises RowmeshError where a pipeline sends gradients before the step.
-
-        Args:
-            reader: what would read them, and its verb.
-            instead: what to do.
-        """
-        if self.driver is not None:
-            raise RowmeshError(
-                f"a pipeline runs, and sends gradients of rows before the step: {reader} gradients that are gone by "
-                "then; train in a plain loop (look-up, backward, optimizer step for each batch, without Pipeline), or "
-                f"{instead}"
-            )

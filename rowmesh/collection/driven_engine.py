@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from rowmesh._support.faults import reach
 from rowmesh.collection.control import Driver
 from rowmesh.collection.engine import Engine
+from rowmesh.collection.gradient_norm import squares
 from rowmesh.collection.outputs import Embeddings
-from rowmesh.errors import DataError, IdRangeError, NoRoomError, RefusedError, RowmeshError, StoreError
+from rowmesh.errors import (
+    ConfigurationError,
+    DataError,
+    IdRangeError,
+    NoRoomError,
+    RefusedError,
+    RowmeshError,
+    StoreError,
+)
 from rowmesh.exchange.agreement import Agreement
 from rowmesh.exchange.dynamic_means import DynamicMeans
 from rowmesh.exchange.handshake import Step, StepRefusedError
@@ -25,8 +37,9 @@ from rowmesh.exchange.resolve.resolver import plain_of
 from rowmesh.exchange.route import Route
 from rowmesh.exchange.window import Form, Window, WindowMaker
 from rowmesh.exchange.windows import Collected, WindowOptions, Windows
+from rowmesh.mesh.waiting import gather_objects
 from rowmesh.ops.unshared import are_unshared
-from rowmesh.sparse import SparseBatch
+from rowmesh.sparse import SparseBatch, take
 from rowmesh.tables.update_rules import Rate
 
 
@@ -168,9 +181,9 @@ class DrivenEngine:
         """Raises DataError where a batch cannot be looked up by micro-batch, as it has weights that are trained."""
         if batch.weights is not None and batch.weights.requires_grad:
             raise DataError(
-                "weights of ids get no gradient in a pipeline, which reads and routes batches before the step that "
-                "changes what their weights are made from; train them in a plain loop, or take tables with "
-                'pooling="none" and multiply the rows of each micro-batch by the weights; or detach() them'
+                "weights of ids get no gradient in a pipeline where they come with the batch, which is read and routed "
+                "before the step that changes what they are made from; give them with each micro-batch, "
+                "part.look_up(weigh), where weigh is the module that makes them, or detach() them"
             )
 
     def route_ahead(self, batch: SparseBatch) -> Route:
@@ -243,22 +256,76 @@ class DrivenEngine:
         if self._resolver is not None and window.route.pin is not None:
             self._resolver.tell(window.route.pin, refuses)
 
-    def pool_part(self, window: Window, part: int, finished: Callable[[], None]) -> Embeddings:
+    def pool_part(
+        self,
+        window: Window,
+        part: int,
+        finished: Callable[[], None],
+        weigh: Callable[[SparseBatch], SparseBatch] | None = None,
+    ) -> Embeddings:
         """The vectors of a micro-batch whose rows are here; differentiable.
 
         Args:
             window: its batch.
             part: which of its micro-batches.
             finished: is called when the gradients of its rows are summed.
+            weigh: gives ids weights, which get gradients where they require them.
+
+        Raises:
+            DataError: these are not of the same ids.
+            ConfigurationError: there are weights, and tables are on a device.
         """
+        batch, samples = window.route.batch, slice(*window.bounds[part : part + 2])
+        if weigh is not None:
+            batch = self._weighed(batch, samples, weigh)
+            window.weigh(part)
 
         def take_gradients(gradients: Sequence[Tensor]) -> None:
             may_wait = self.mesh.world_size == 1 and are_unshared(gradients)
             window.add_gradients(part, self._outputs.pooling.by_group(gradients), may_wait=may_wait)
+            self._engine.pending.count()
             finished()
 
-        groups, samples = [group.parts[part] for group in window.groups], slice(*window.bounds[part : part + 2])
-        return self._outputs(groups, window.route.batch, samples, take_gradients)
+        return self._outputs([group.parts[part] for group in window.groups], batch, samples, take_gradients)
+
+    def _weighed(self, batch: SparseBatch, samples: slice, weigh: Callable[[SparseBatch], SparseBatch]) -> SparseBatch:
+        """The batch with weights of some samples; of others they are of no meaning."""
+        if self._engine.options.device is not None:
+            raise ConfigurationError(
+                "weights of ids that a loop gives with a micro-batch are not taken where tables are on a device; give "
+                "them with the batch, without gradients, or train them in a plain loop"
+            )
+        mine = take(batch, torch.arange(samples.start, samples.stop))
+        weights = weigh(mine).weights
+        if weights is None or weights.shape != mine.ids.shape:
+            found = "none" if weights is None else tuple(weights.shape)
+            raise DataError(f"a micro-batch has {mine.ids.numel()} ids and needs as many weights, got {found}")
+        bags = batch.offsets[:-1].view(batch.num_features, -1)[:, samples].flatten()
+        lengths = batch.offsets.diff().view(batch.num_features, -1)[:, samples].flatten()
+        first = lengths.cumsum(0) - lengths
+        places = torch.arange(len(mine.ids)) + (bags - first).repeat_interleave(lengths)
+        return replace(batch, weights=weights.new_zeros(len(batch.ids)).index_copy(0, places, weights))
+
+    def squares(self, windows: Sequence[Windows], window: Window) -> float:
+        """The sum of squares of the gradients of a window that this rank adds up; all are on their way. Collective.
+
+        Blocks; where gradients travel whole they travel once more for it. Messages are of the rows'
+        process group, in which nothing else is under way before the update.
+        """
+        guests, known = self._guests(window), dict[int, float]()
+        for each in windows:
+            known |= each.squares(window, guests)
+        engine = self._engine
+        computed = engine.shard_groups.computed
+        return squares(engine.rows_mesh, engine.exchanges, computed, [window.route], guests, known)
+
+    def _guests(self, window: Window) -> dict[str, np.ndarray]:
+        """The rows of each dynamic table whose gradients are dropped. Collective where there are some."""
+        if self._resolver is None or window.route.pin is None:
+            return {}
+        mine = self._resolver.guests_of(window.route.pin.number)
+        everyone = gather_objects(self._engine.rows_mesh, mine, "computing the norm of gradients")
+        return {name: np.array(sorted({row for each in everyone for row in each[name]}), np.int64) for name in mine}
 
     def next_step(self, rates: Sequence[Rate]) -> Step:
         """The next step of all groups."""
@@ -279,6 +346,13 @@ class DrivenEngine:
         except BaseException as error:
             self._engine.fail(step.number, error)
             raise
+
+    def skip_window(self, windows: Sequence[Windows], window: Window) -> None:
+        """Leaves the step of a window out, on all ranks: no row changes, and the next window comes."""
+        for each in windows:
+            each.skip(window)
+        if window.route.pin is not None:
+            window.route.pin.end()
 
     def _collect(
         self, windows: Sequence[Windows], window: Window, step: Step, *, forgets: bool

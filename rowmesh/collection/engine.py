@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ from rowmesh._support.faults import reach
 from rowmesh._support.gate import Gate
 from rowmesh.collection.control import Control
 from rowmesh.collection.freezing import freeze
-from rowmesh.collection.gradient_norm import are_finite, gradient_norm
+from rowmesh.collection.gradient_norm import are_finite, gradient_norm, norm_of
 from rowmesh.collection.outputs import Embeddings, Outputs
 from rowmesh.collection.pending import Pending
 from rowmesh.errors import (
@@ -477,12 +478,14 @@ class Engine:
     def check_pending(self) -> bool:
         """Whether the gradients that wait for a push are finite on all ranks; where not, the next backward drops them.
 
-        Collective: a message of its own.
+        Collective: a message of its own. A pipeline drops them where their batch has no step.
 
         Raises:
-            RowmeshError: a pipeline runs, which has sent gradients already.
+            ConfigurationError: a pipeline averages replicas of dynamic tables, ahead of the step.
         """
-        self.control.check_not_sent("a GradScaler checks", "train in bfloat16, which needs no GradScaler")
+        if (driver := self.control.driver) is not None:
+            self._check_may_skip()
+            return math.isfinite(sum(driver.squares()))
         self.pending.drop_refused()
         pooling = self.outputs.pooling
         mine = all(pooling.is_finite(route.groups) for route in self.pending.routes)
@@ -495,19 +498,28 @@ class Engine:
             self.pending.refuse()
         return is_finite
 
+    def _check_may_skip(self) -> None:
+        """Raises ConfigurationError where a pipeline cannot leave a step out."""
+        if any(isinstance(each.synchronizer, DynamicMeans) for each in self._stored):
+            raise ConfigurationError(
+                "a GradScaler may leave a step out, and a pipeline averages replicas of dynamic tables before the step "
+                "after which they are due; train in a plain loop, take exact synchronization, or bfloat16 without a "
+                "scaler"
+            )
+
     def _guests(self, doing: str) -> dict[str, np.ndarray]:
         """The rows of each dynamic table whose gradients are dropped. Collective."""
         return {} if self.resolver is None else self.resolver.guests(doing)
 
     def gradient_norm(self) -> float:
         """The norm of the gradients that wait for a push, as `rowmesh.collection.gradient_norm` has it. Collective."""
-        instead = "clip the dense parameters alone (torch.nn.utils.clip_grad_norm_)"
-        self.control.check_not_sent("clipping reads", instead)
         if any(each.averages for each in self._stored):
             raise ConfigurationError(
                 "replicas that are averaged step on gradients of their own, which have no norm in common; clip the "
                 "dense parameters alone, or take exact synchronization"
             )
+        if (driver := self.control.driver) is not None:
+            return norm_of(driver.squares())
         guests = self._guests("computing the norm of gradients")
         return gradient_norm(self.mesh, self.exchanges, self._computed, self.pending.routes, guests)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rowmesh.exchange.cores import CoreShardGroup
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.route import AnyRouteGroup, Route
+from rowmesh.exchange.squares import DOING, sum_of_squares_by_key
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.waiting import complete, gather_objects
 from rowmesh.ops.look_up.device import DeviceLookUp
@@ -26,8 +27,6 @@ from rowmesh.ops.look_up.host import HostLookUp
 from rowmesh.placement import AddressMap
 from rowmesh.placement.address_map import RELAYS
 from rowmesh.tables.dense import compute_dtype
-
-_DOING = "computing the norm of gradients"
 
 
 def gradient_norm(
@@ -39,7 +38,25 @@ def gradient_norm(
 ) -> float:
     """The norm of the gradients that wait, of the mean over ranks; the same number on all ranks.
 
-    Collective and blocking; moves every gradient once, as a step does.
+    Collective and blocking; moves every gradient once, as a step does. For arguments and errors see `squares`.
+    """
+    return norm_of(gather_objects(mesh, squares(mesh, exchanges, computed, routes, guests), DOING))
+
+
+def norm_of(sums: Sequence[float]) -> float:
+    """The norm of the mean over ranks, given the sum of squares that each has added up."""
+    return float(np.sqrt(sum(sums))) / len(sums)
+
+
+def squares(
+    mesh: Mesh,
+    exchanges: Sequence[GroupExchange],
+    computed: Sequence[CoreShardGroup],
+    routes: Sequence[Route],
+    guests: Mapping[str, np.ndarray],
+    known: Mapping[int, float] | None = None,
+) -> float:
+    """The sum of squares of the gradients that this rank adds up, summed over ranks. Collective and blocking.
 
     Args:
         mesh: all ranks.
@@ -47,18 +64,19 @@ def gradient_norm(
         computed: those of tensor-train tables.
         routes: whose gradients wait.
         guests: of each dynamic table the rows whose gradients are dropped.
+        known: of groups whose gradients have come to their owners the sums of squares, by number.
 
     Raises:
         PeerError: a rank died, or did not come within the mesh's timeout; names it.
     """
+    known = known or {}
     total = sum(_of_cores(mesh, each, routes) for each in computed)
     for number, exchange in enumerate(exchanges):
         if exchange.is_frozen or not exchange.group.stores_rows:
             continue
         groups = [route.groups[number] for route in routes]
-        total += _sum_of_squares(mesh, exchange, groups, guests)
-    sums = gather_objects(mesh, total, _DOING)
-    return float(np.sqrt(sum(sums))) / mesh.world_size
+        total += known[number] if number in known else _sum_of_squares(mesh, exchange, groups, guests)
+    return total
 
 
 def are_finite(exchanges: Sequence[GroupExchange], routes: Sequence[Route], guests: Mapping[str, np.ndarray]) -> bool:
@@ -103,26 +121,7 @@ def _sum_of_squares(
     pairs = _summands(exchange, groups, guests)
     keys = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(numbers for numbers, _ in pairs)])
     gradients = torch.cat([torch.empty(0, dim, dtype=dtype, device="cpu"), *(found for _, found in pairs)])
-    if mesh.group is not None:
-        order = torch.argsort(keys % mesh.world_size, stable=True)
-        counts = torch.bincount(keys % mesh.world_size, minlength=mesh.world_size)
-        theirs = torch.empty_like(counts)
-        _all_to_all(mesh, theirs, counts, None, None)
-        sizes_in, sizes_out = theirs.tolist(), counts.tolist()
-        came, summands = keys.new_empty(sum(sizes_in)), gradients.new_empty(sum(sizes_in), dim)
-        _all_to_all(mesh, came, keys[order], sizes_in, sizes_out)
-        _all_to_all(mesh, summands, gradients[order], sizes_in, sizes_out)
-        keys, gradients = came, summands
-    unique, inverse = keys.unique(return_inverse=True)
-    sums = torch.zeros(len(unique), dim, dtype=torch.float64, device="cpu")
-    return float(sums.index_add_(0, inverse, gradients.double()).square().sum())
-
-
-def _all_to_all(mesh: Mesh, into: Tensor, out: Tensor, sizes_in: list[int] | None, sizes_out: list[int] | None) -> None:
-    def send() -> dist.Work | None:
-        return dist.all_to_all_single(into, out, sizes_in, sizes_out, group=mesh.group, async_op=True)
-
-    complete(mesh, send, _DOING)
+    return sum_of_squares_by_key(mesh, keys, gradients)
 
 
 def _on_host(exchange: GroupExchange) -> Callable[[HostLookUp], tuple[Tensor, Tensor]]:
@@ -154,7 +153,7 @@ def _of_cores(mesh: Mesh, shard_group: CoreShardGroup, routes: Sequence[Route]) 
     """The sum of squares of the gradients of cores; of all ranks the first one gives it."""
     found = torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *shard_group.gradients(routes)])
     if mesh.group is not None:
-        complete(mesh, lambda: dist.all_reduce(found, group=mesh.group, async_op=True), _DOING)
+        complete(mesh, lambda: dist.all_reduce(found, group=mesh.group, async_op=True), DOING)
     return float(found.square().sum()) if mesh.rank == 0 else 0.0
 
 

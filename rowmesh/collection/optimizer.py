@@ -158,7 +158,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         As `torch.nn.utils.clip_grad_norm_` over all of a dense model: the gradient of a row is the mean over ranks of
         its sums over all ids that name it; of tensor-train tables the gradients are those of their cores. Call it after
         the last backward of a step, and after `scaler.unscale_`. Collective and blocking; it moves the gradients of
-        rows once more, and returns the same norm on all ranks.
+        rows once more, but in a pipeline whose rows travel by micro-batch, and returns the same norm on all ranks.
 
         Args:
             max_norm: what the norm may be.
@@ -170,7 +170,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
             The norm before clipping.
 
         Raises:
-            RowmeshError: the norm is not finite; or dense gradients differ between ranks; or a pipeline runs.
+            RowmeshError: the norm is not finite; or dense gradients differ between ranks.
             ConfigurationError: replicas are averaged, whose gradients have no norm in common.
 
         Example:
@@ -183,6 +183,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         """
         dense = [parameter for parameter in dense_parameters if not isinstance(parameter, Placeholder)]
         gradients = [parameter.grad for parameter in dense if parameter.grad is not None]
+        of_rows = self._engine.gradient_norm()
         norms = self._engine.agree(float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0)
         if any(abs(norm - norms[0]) > _NORM_TOLERANCE * norms[0] for norm in norms):
             raise RowmeshError(
@@ -193,7 +194,7 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         if before is not None and before.num_backwards != now:
             raise RowmeshError(_BACKWARD_AFTER)
         factor, is_finite = (1.0, True) if before is None else before[:2]
-        norm = math.hypot(norms[0], factor * self._engine.gradient_norm())
+        norm = math.hypot(norms[0], factor * of_rows)
         total = torch.tensor(norm, dtype=self._norm_dtype(gradients))
         if not is_finite:
             return total  # the scaler leaves this step out

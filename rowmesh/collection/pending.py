@@ -53,6 +53,11 @@ class Pending:
             self._routes[route] = thread, num_pushes
             self.num_added += 1
 
+    def count(self) -> None:
+        """Counts a look-up whose gradients a pipeline takes."""
+        with self._lock:
+            self.num_added += 1
+
     def refuse(self) -> None:
         """Forgets all routes when the next one comes: their gradients are not finite, and no step takes them."""
         with self._lock:

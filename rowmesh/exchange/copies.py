@@ -30,7 +30,7 @@ from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.mesh.channel import Channel, Wire
 from rowmesh.ops import gather
 from rowmesh.ops.memory import Buffer, Scratch, held_bytes, round_up
-from rowmesh.ops.merge_update import Merger, Singles, sum_kernels
+from rowmesh.ops.merge_update import HostMerged, Merger, Singles, sum_kernels
 from rowmesh.ops.relay import sort_relay
 from rowmesh.ops.simd import STORAGE
 from rowmesh.placement.address_map import RELAYS, REPLIES
@@ -65,7 +65,7 @@ class Copies:
 
     def share(
         self,
-        merger: Merger,
+        merger: HostMerged,
         part: tuple[int, int],
         channel: Channel,
         update: Update,

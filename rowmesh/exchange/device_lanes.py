@@ -111,6 +111,11 @@ class Lanes(Opened):
         """Keeps messages under way: gradients of rows with copies, which come to this rank, their owner."""
         self._coming = messages
 
+    def came(self) -> Tensor:
+        """What these of one route bring, once it is here; they are kept."""
+        (message,) = self._coming
+        return message.wait()
+
     def take_coming(self) -> list[Message]:
         """These messages, once."""
         messages, self._coming = self._coming, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rowmesh._support.counters import CommonCounters
@@ -17,6 +18,7 @@ from rowmesh.exchange.route import Routed, ShardGroupRoute
 from rowmesh.exchange.window import Form, Window, WindowGroup
 from rowmesh.exchange.windows import Collected, StoredTables, WindowOptions
 from rowmesh.mesh.channel import Channel, Message
+from rowmesh.ops.merge_update import DeviceMerged, sum_merged
 from rowmesh.ops.window import FINAL
 from rowmesh.tables.dense import compute_dtype
 from rowmesh.tables.update_rules import Update
@@ -134,6 +136,24 @@ class OnDevice(MicroBatchGroup):
             posted = self._copies.post_gradients([self.requests(window)[1]], [sums])
             window.group.opened_as(Lanes).keep_coming(posted)
         return super().post_gradients(window, phase)
+
+    def _sums(self, window: WindowGroup) -> tuple[Tensor, Tensor]:
+        """See `MicroBatchGroup`; the update adds gradients up once more, as it changes rows."""
+        merging, (_, *copied) = self._merging(window), self.requests(window)
+        lanes = [(merging, window.on_device.came())]
+        if self._copies is not None:
+            lanes.append((self._copies.merged(copied), window.group.opened_as(Lanes).came()))
+        found = [self._valid_sums(each.merged.with_gradients(came)) for each, came in lanes]
+        slots, sums = map(torch.cat, zip(*found, strict=True))
+        return slots, sums
+
+    @staticmethod
+    def _valid_sums(merged: DeviceMerged) -> tuple[Tensor, Tensor]:
+        assert merged.gradients is not None
+        num = int(merged.num)
+        sums = merged.gradients.new_empty(merged.most_slots, merged.gradients.shape[1])
+        sum_merged(merged, sums)
+        return merged.slots[:num], sums[:num]
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the requested rows, gradients in the order of the ranks; and copied rows alike."""

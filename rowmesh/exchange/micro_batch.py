@@ -12,7 +12,7 @@ once) and final rows are not in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -175,6 +175,14 @@ class MicroBatchWindows(Windows):
             message.wait()
             group.memory.take_gradients(part + 1)
 
+    def squares(self, window: Window, guests: Mapping[str, np.ndarray]) -> dict[int, float]:
+        """Owners add gradients up; an update that follows takes these sums. See `Windows.squares`."""
+        return {
+            index: self._stored.squares(*each.sums(group, guests))
+            for index, (each, group) in zip(self._tables.indices, self._pairs(window), strict=True)
+            if not group.group.exchange.is_frozen
+        }
+
     def collect(self, window: Window, step: Step, *, forgets: bool) -> Collected:
         """Gradients have come with the micro-batches; owners add them up as they update."""
         return Collected(window, step, forgets)
@@ -194,6 +202,12 @@ class MicroBatchWindows(Windows):
                 each.update(group, update, number)
         self._stored.begin_synchronization(updates, step)
         self._stored.flush()
+
+    def skip(self, window: Window) -> None:
+        """See `Windows.skip`."""
+        del self._open[window.number]
+        for each, group in self._pairs(window):
+            each.forget(group, window.number)
 
     def end(self) -> None:
         """Drops what was opened and never updated."""

@@ -6,7 +6,7 @@ message is one piece of memory, pooling finds rows where they arrived, and on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -107,6 +107,26 @@ class MicroBatchGroup:
         packed = memory.packed_gradients(phase)
         into = memory.gradients_into(phase)
         return self._post(self._gradients, packed, *sizes, into, self._gradient_wire)
+
+    def sums(self, window: WindowGroup, guests: Mapping[str, np.ndarray]) -> tuple[Tensor, Tensor]:
+        """The slots of the requested rows, `[M]`, and the sums of the gradients of all ranks for them, `[M, D]`.
+
+        Args:
+            window: whose gradients have come.
+            guests: of each dynamic table the rows that are left out.
+        """
+        slots, sums = self._sums(window)
+        exchange = window.group.exchange
+        tables = enumerate(exchange.group.tables)
+        left_out = [_slots_of(exchange, number, guests[table.name]) for number, table in tables if table.name in guests]
+        if not any(map(len, left_out)):
+            return slots, sums
+        stays = ~torch.isin(slots, torch.from_numpy(np.concatenate(left_out)).to(slots))
+        return slots[stays], sums[stays]
+
+    def _sums(self, window: WindowGroup) -> tuple[Tensor, Tensor]:
+        """The same of all rows."""
+        raise NotImplementedError
 
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the requested rows."""
@@ -223,6 +243,11 @@ class OnHost(MicroBatchGroup):
         if self._verifies:
             self._check_versions(window, phase)
 
+    def _sums(self, window: WindowGroup) -> tuple[Tensor, Tensor]:
+        """See `MicroBatchGroup`; the update takes these sums in the place of gradients."""
+        sums = window.on_host.sum_up()
+        return torch.from_numpy(window.on_host.merger.slots.astype(np.int64)), sums
+
     def update(self, window: WindowGroup, update: Update, number: int) -> None:
         """Updates the requested rows, and their copies."""
         group, merger = window.group, window.on_host.merger
@@ -242,13 +267,13 @@ class OnHost(MicroBatchGroup):
 
     def _change(self, window: WindowGroup, update: Update) -> None:
         group, merger = window.group, window.on_host.merger
-        pinned, copied = group.pinned, int(merger.merged_offsets[self._num_fetched])
+        pinned, copied, merged = group.pinned, int(merger.merged_offsets[self._num_fetched]), window.on_host.merged
         if pinned is not None:  # takes no turn: a batch that waits for these cache slots may have it
-            pinned.apply(merger, update.lr, update.scaling, update.step)
+            pinned.apply(merged, update.lr, update.scaling, update.step)
         else:
-            self.exchange.apply(merger, update, (0, copied))
+            self.exchange.apply(merged, update, (0, copied))
         if self._copies is not None:
-            self._copies.share(merger, (copied, merger.num_merged), self._gradients, update)
+            self._copies.share(merged, (copied, merged.num_merged), self._gradients, update)
         if pinned is not None:
             pinned.unpin(changed=True)
 
@@ -277,3 +302,12 @@ class OnHost(MicroBatchGroup):
                 if slot in piece.slots:
                     return f"row {piece.rows[piece.slots.index(slot)]} of table {table.name!r}"
         return f"slot {slot}"
+
+
+def _slots_of(exchange: GroupExchange, number: int, rows: np.ndarray) -> np.ndarray:
+    """The slots of those rows of a table that this rank has."""
+    held = [np.empty(0, np.int64)]
+    for piece in exchange.address_map.held(number):
+        mine = rows[(rows >= piece.rows.start) & (rows < piece.rows.stop)]
+        held.append((mine - piece.rows.start) // piece.rows.step * piece.slots.step + piece.slots.start)
+    return np.concatenate(held)

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rowmesh._support.counters import CommonCounters
 from rowmesh.errors import ConfigurationError
@@ -23,6 +24,7 @@ from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
+from rowmesh.exchange.squares import sum_of_squares, sum_of_squares_by_key
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.transport import Meanwhile, Transport, collect
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
@@ -307,6 +309,19 @@ class ShardGroup:
             lr, factor = step.rates[index]
             updates.append(Update(lr, scaling * factor, step.number))
         return updates
+
+    def squares(self, slots: Tensor, sums: Tensor) -> float:
+        """The sum of squares of gradients of rows in some slots, `[M]`; what exact replicas have is added up first.
+
+        Collective where there are exact replicas, whose gradients travel once more for it.
+
+        Args:
+            slots: of this rank, distinct.
+            sums: `[M, D]`, over the ranks of the replica group.
+        """
+        if self._replicate_group is None or self.averages:
+            return sum_of_squares(sums)
+        return sum_of_squares_by_key(self._replicate_group, slots.cpu(), sums.cpu())
 
     def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None:
         """Sends the other replicas what was pushed, if that is due; `flush` waits for theirs. Collective."""

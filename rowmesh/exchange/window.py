@@ -11,6 +11,7 @@ Source: NestPipe §V. Differs: the paper routes each micro-batch by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -102,6 +103,12 @@ class WindowGroup:
         assert isinstance(self.memory, HostWindow)
         return self.memory
 
+    def weigh(self, part: int) -> None:
+        """A micro-batch on a host has weights that the batch did not have when it was routed."""
+        parts, layout = self.parts, replace(self.parts[part].layout, is_weighted=True)
+        parts[part] = RouteGroup(parts[part].exchange, layout, parts[part].look_up)
+        self.on_host.weigh(part, layout)
+
     def read_fetched(self) -> None:
         """Lets micro-batches read the rows fetched for the whole batch; on a CPU they do so anyway."""
         if isinstance(self.memory, DeviceWindow):
@@ -169,6 +176,11 @@ class Window:
                 group.memory.add_gradients(part, grad, may_wait=may_wait)
             else:
                 group.memory.add_gradients(part, grad)
+
+    def weigh(self, part: int) -> None:
+        """See `WindowGroup.weigh`."""
+        for group in self.groups:
+            group.weigh(part)
 
     def lack_gradients(self) -> None:
         """Some micro-batches have none, and are sent all the same: to be refused, whatever they are."""

@@ -7,8 +7,10 @@
     early    rows that the window before does not touch come: they do not change any more
     fetch    for each micro-batch, the rows that come with it
     push     for each micro-batch, the gradients that go with it
+    squares  of the gradients of all ranks, summed by the owners, where the program asks for their norm
     collect  the gradients of all ranks are where their owners need them, and ranks agree; no row has changed
     apply    rows change; nothing that can be refused is left
+    skip     rows stay as they are, in the place of collect and apply
     drop     a window that will not be updated lets its rows go
 
 In `Windows`, a window travels whole: rows come with the first micro-batch and gradients go after the last one, by the
@@ -18,11 +20,13 @@ travel by micro-batch, and hides behind computation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.device_group import DeviceGroupExchange
@@ -88,6 +92,7 @@ class StoredTables(WindowTables, Protocol):
     @property
     def replicas(self) -> int: ...
     def updates(self, step: Step) -> list[Update]: ...
+    def squares(self, slots: Tensor, sums: Tensor) -> float: ...
     def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None: ...
     def flush(self) -> None: ...
 
@@ -128,6 +133,7 @@ class Windows:
         self.is_on_device, self._tables = options.is_on_device, tables
         self.reason = f"rows and gradients travel whole: {obstacle}"
         self._updated = FIRST - 1
+        self._gathered = 0  # the last window whose gradients were gathered
         self._fetched: Window | None = None  # and not updated
 
     @property
@@ -168,6 +174,25 @@ class Windows:
     def push(self, window: Window, part: int) -> None:
         """No-op: gradients travel when rows are updated."""
 
+    def squares(self, window: Window, guests: Mapping[str, np.ndarray]) -> dict[int, float]:
+        """The sums of squares of the gradients of all ranks for the rows that this one owns, by number of the group.
+
+        Args:
+            window: whose gradients have come.
+            guests: of each dynamic table the rows whose gradients are dropped.
+
+        Returns:
+            Those of groups whose gradients have come; gradients of others wait where the plain step looks for them.
+        """
+        self._gather_gradients(window)
+        return {}
+
+    def _gather_gradients(self, window: Window) -> None:
+        if self._gathered != window.number:
+            self._gathered = window.number
+            for group in self._mine(window):
+                group.gather_gradients()
+
     def collect(self, window: Window, step: Step, *, forgets: bool) -> Collected:
         """Agrees on the update of a window; without its gradients where all ranks have forgotten them. Collective.
 
@@ -178,8 +203,7 @@ class Windows:
             self.drop(window)
             self._tables.collect([], step)
         else:
-            for group in self._mine(window):
-                group.gather_gradients()
+            self._gather_gradients(window)
             with torch.no_grad():
                 self._tables.collect([window.route], step)
         return Collected(window, step, forgets)
@@ -193,6 +217,11 @@ class Windows:
         with torch.no_grad():
             self._tables.apply()
         self._updated, self._fetched = collected.window.number, None
+
+    def skip(self, window: Window) -> None:
+        """Changes no row: the next window comes."""
+        self.drop(window)
+        self._updated, self._fetched = window.number, None
 
     def drop(self, window: Window) -> None:
         """The rows of a window were read and will not be updated: they may leave fast memory."""

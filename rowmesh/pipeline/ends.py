@@ -5,7 +5,8 @@ and the error in the place of the batch. Other ranks learn of it before the batc
 end there too, as they do where a rank has no further batch.
 
 *A step* is a request. Before its update ranks tell each other whether they take it, and at which learning rates
-(`Answer`); where one does not, none does. So the rows of all ranks are those after the same steps.
+(`Answer`); where one does not, none does. So the rows of all ranks are those after the same steps. The same words go
+before the gradients are measured, for clipping or a GradScaler, and where a step is left out.
 
 *A loop that is left* on one of several ranks owes the others messages whose sizes are known. It sends them without
 having computed the batch, in this turn or, where the batch of this turn has had its step, in the next one, and says so
@@ -18,6 +19,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
+from struct import pack, unpack
+
+import numpy as np
 
 from rowmesh.errors import PeerError, RefusedError, RowmeshError
 from rowmesh.exchange.agreement import Agreement
@@ -38,6 +42,18 @@ class Answer(IntEnum):
     """Its loop was left amid the batch."""
     LEFT_BEFORE = 3
     """Its loop was left before it was given the batch."""
+    MEASURES = 4
+    """It has called for the norm of the gradients, and takes no step yet."""
+    SKIPS = 5
+    """It leaves the step out."""
+
+
+_DIFFERS = {
+    Answer.FORGETS: "called zero_grad() before the step",
+    Answer.MEASURES: "called for the norm of the gradients (clip_grad_norm_, or a GradScaler)",
+    Answer.SKIPS: "left out the step",
+}
+"""What a rank did that all do or none."""
 
 
 class Ends:
@@ -178,22 +194,19 @@ class Ends:
 
     # A step
 
-    def agree(self, number: int, answer: Answer, step: Step) -> bool:
-        """Makes sure that all ranks take the step of a batch. Collective and blocking: 16 bytes a rank.
+    def agree(self, number: int, answer: Answer, step: Step) -> None:
+        """Makes sure that all ranks do the same with a batch. Collective and blocking: 16 bytes a rank.
 
         Args:
             number: of the batch.
             answer: of this rank.
-            step: number and learning rates.
-
-        Returns:
-            Whether all ranks have forgotten its gradients.
+            step: number and learning rates; none where it is not taken, or not yet.
 
         Raises:
             PeerError, ConfigurationError: on all ranks alike, where one does not take it, or at other learning rates.
         """
         if self.is_alone:
-            return answer == Answer.FORGETS
+            return
         words = self._answers(joined(self._first + number, step), answer)
         answers = words[:, 1].tolist()
         try:
@@ -203,7 +216,13 @@ class Ends:
             self.refused = number
             self._decide(number + (Answer.LEFT_BEFORE not in answers))
             raise
-        return answer == Answer.FORGETS
+
+    def exchange_squares(self, squares: float) -> list[float]:
+        """What each rank has measured, once all agree that they measure. Collective and blocking: 16 bytes a rank."""
+        if self.is_alone:
+            return [squares]
+        (bits,) = unpack("<q", pack("<d", squares))
+        return self._answers(bits, Answer.MEASURES)[:, 0].copy().view(np.float64).tolist()
 
     def _check_answers(self, number: int, answers: Sequence[int], last_step: int) -> None:
         me, last = f"rank {self._mesh.name(self._mesh.rank)}", f"the last step of all ranks is {last_step}"
@@ -214,7 +233,8 @@ class Ends:
                 f"why; {last}"
             )
         if len(set(answers)) > 1:
+            kind = next(kind for kind in _DIFFERS if kind in answers)
             raise PeerError(
-                f"{me}: {self._name(answers, Answer.FORGETS)} called zero_grad() before the step of batch {number} and "
-                f"other ranks did not; call it on all ranks or on none; no rank has taken the step, and {last}"
+                f"{me}: {self._name(answers, kind)} {_DIFFERS[kind]} of batch {number} and other ranks did not; do so "
+                f"on all ranks or on none; no rank has taken the step, and {last}"
             )

@@ -7,6 +7,8 @@
         sparse_optimizer.step()
         dense_optimizer.step()
 
+Before the step gradients may be clipped, or unscaled by a GradScaler, which may leave the step out.
+
 The model is that of the plain loop. A batch is read and routed, and the owners of its rows learn of it, `depth` batches
 ahead. Rows that no rank changes any more are fetched during the batch before; other rows are fetched, and gradients
 sent, while the micro-batches are computed.
@@ -38,7 +40,7 @@ from rowmesh.exchange.window import FIRST, Form
 from rowmesh.mesh.threads import cores_of
 from rowmesh.ops.streams import Mark, Stream
 from rowmesh.ops.window import MAX_PARTS
-from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, Samples, T
+from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, Samples, T, Weigh
 from rowmesh.pipeline.cutter import Clustering, Cutter, Sizes
 from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.ends import Answer, Ends
@@ -52,7 +54,7 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.sparse.convert import as_batch, check_features, with_empty_bags
 from rowmesh.tables.update_rules import Rate
 
-_ACTIONS = ("read", "copy", "open", "final", "rows", "gradients", "update")
+_ACTIONS = ("read", "copy", "open", "final", "rows", "gradients", "norm", "update")
 logger = logging.getLogger("rowmesh")
 CORES_APART = 2.0
 """Cores of a rank from which on reading, copying and routing have a thread each."""
@@ -71,7 +73,9 @@ class Pipeline(Generic[T]):
     Args:
         embeddings: the tables.
         depth: K, batches ahead; 0 begins a batch when the one before is done.
-        micro_batches: N, 1 to 31.
+        micro_batches: N, of an item; with `accumulate` items 1 to 31 in a window.
+        accumulate: A, items whose gradients one step takes: a window has A items, the last perhaps fewer, and their
+            micro-batches in turn. Not with dynamic tables.
         exchange: how the rows of a window travel: "delta" (each once), "naive" (with every micro-batch that has it, as
             in the paper) or "unsplit" (all with the first, gradients with the last).
         final_rows: whether rows that the batch before does not touch come during it; for delta, and a depth of 1 or
@@ -122,6 +126,7 @@ class Pipeline(Generic[T]):
         *,
         depth: int = 1,
         micro_batches: int = 1,
+        accumulate: int = 1,
         exchange: Form = "delta",
         final_rows: bool = True,
         sizes: Sizes = "even",
@@ -134,7 +139,13 @@ class Pipeline(Generic[T]):
         trace: bool = False,
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
-        _check(depth, micro_batches, exchange)
+        _check(depth, micro_batches, accumulate, exchange)
+        if accumulate > 1 and embeddings.driven.is_decided_ahead:
+            raise ConfigurationError(
+                "dynamic tables decide about the ids of each item by itself, and a window that accumulates several "
+                "decides once; leave accumulate out and take larger batches, or accumulate in a plain loop"
+            )
+        self._micro_batches, self._accumulate = micro_batches, accumulate
         if embeddings.driven.may_lack_undo and depth > (most := 1 if overlap else 0):
             logger.info(
                 "pipeline: depth %d instead of %d: batches of dynamic tables with an index on a device, or with "
@@ -158,7 +169,7 @@ class Pipeline(Generic[T]):
             make_schedule, is_tiered=is_tiered, is_on_device=is_on_device, copies=copy is not None
         )
         joins = self.cores < CORES_APART if joins is None else joins
-        self.schedule = self.make_schedule(depth, micro_batches, fetches_final=finds_final, joins=joins)
+        self.schedule = self.make_schedule(depth, accumulate * micro_batches, fetches_final=finds_final, joins=joins)
         device = embeddings.device
         self.recorder = DeviceRecorder(partial(Stream.current, device)) if is_on_device else Recorder()
         self._streams: Streams = HostStreams(self.schedule, self.recorder)
@@ -177,6 +188,7 @@ class Pipeline(Generic[T]):
         self._known = [name for table in embeddings.tables for name in table.features]
         self._features: Sequence[str] | None = None  # that are looked up; None for all
         self._opened: dict[int, int] = {}  # by batch, of the last two that were given: which step of dynamic tables
+        self._left_out: int | None = None  # the last batch, where it had no step and finite gradients
         self._first = FIRST  # the number of its first window
 
     def __repr__(self) -> str:
@@ -236,7 +248,7 @@ class Pipeline(Generic[T]):
             raise RowmeshError("a pipeline runs one loader at a time; finish or close the loop before")
         if features is not None:
             check_features(features, self._known)
-        self._features = features
+        self._features, self._left_out = features, None
         loop, _ = object(), self._begin(iter(items), 0)
         self._loop = loop
         try:
@@ -253,7 +265,7 @@ class Pipeline(Generic[T]):
                 "call requires_grad_(True)"
             )
         cancelled, self._thread = threading.Event(), threading.get_ident()
-        self._engine.take_over(Driver(self._step, self._forget, self.wait, self.pause, cancelled))
+        self._engine.take_over(Driver(self._squares, self._step, self._forget, self.wait, self.pause, cancelled))
         try:
             self._start(reader, first, cancelled)
         except BaseException:  # or no look-up would be possible any more
@@ -274,6 +286,7 @@ class Pipeline(Generic[T]):
             self._windows,
             self._ends,
             cutter=self._cutter,
+            accumulate=self._accumulate,
             streams=self._streams,
             parts=self._parts,
             sparse_of=partial(_sparse_of, features=self._features, known=self._known),
@@ -324,11 +337,7 @@ class Pipeline(Generic[T]):
             self._note_given(batch)
             yield batch
             if batch.lrs is None:
-                raise RowmeshError(
-                    f"batch {batch.number} had no step: after the backward of its last micro-batch call the step of "
-                    "the EmbeddingOptimizer; a pipeline steps every batch, so add gradients up over more micro-batches "
-                    "of larger batches instead"
-                )
+                self._leave_out(batch)
             self._request(runner, batch)
             self._note_dense(batch)
 
@@ -342,6 +351,23 @@ class Pipeline(Generic[T]):
     def _request(self, runner: Runner, batch: BatchInFlight[T]) -> None:
         """Has the update of a batch begin, whose learning rates are there; once more where Ctrl-C came between."""
         runner.done(Task("step", batch.number))
+
+    def _leave_out(self, batch: BatchInFlight[T]) -> None:
+        """Leaves the step of a batch out, whose gradients the program has looked at.
+
+        Raises:
+            RowmeshError: it has not.
+        """
+        if not batch.is_measured:
+            raise RowmeshError(
+                f"batch {batch.number} had no step: after the backward of its last micro-batch call the step of "
+                "the EmbeddingOptimizer; only a GradScaler, or a program that has clipped, may leave it out; "
+                "Pipeline(…, accumulate=…) adds gradients up over several items"
+            )
+        if batch.answer == Answer.TAKES and batch.is_finite:
+            self._left_out = batch.number
+        batch.take_answer(Answer.SKIPS)
+        batch.take_rates((), self.recorder.now())
 
     def _note_dense(self, batch: BatchInFlight[T]) -> None:
         """Notes when the dense network was updated: the driver's work after `wait` is not part of the step."""
@@ -368,6 +394,8 @@ class Pipeline(Generic[T]):
                 f"a pipeline trains in another thread than {threading.current_thread().name!r}, which reads rows, and "
                 "changes them meanwhile; look rows up, read or save them in the pipeline's thread, between two windows"
             )
+        if self._current is not None and self._current.lrs is None and self._current.is_measured:
+            self._leave_out(self._current)
         if self._current is not None and self._current.lrs is None:
             raise RowmeshError(
                 f"batch {self._current.number} of the pipeline is half way; look rows up, read or save them between "
@@ -434,6 +462,8 @@ class Pipeline(Generic[T]):
 
     def _stop(self) -> None:
         self._loop = None
+        if self._current is not None and self._current.lrs is None and self._current.is_finite is False:
+            self._leave_out(self._current)
         self._say_that_it_is_left()
         runner, stages = self._runner, self._stages
         if runner is None or stages is None:
@@ -552,7 +582,7 @@ class Pipeline(Generic[T]):
 
     # Calls of the driver
 
-    def _parts(self, batch: BatchInFlight[T]) -> Iterator[Part]:
+    def _parts(self, batch: BatchInFlight[T]) -> Iterator[Part[T]]:
         """The micro-batches of a batch, each once its rows are there; goes on once it had its backward."""
         assert batch.window
         bounds = batch.window.bounds
@@ -560,7 +590,13 @@ class Pipeline(Generic[T]):
             task = Task("compute", batch.number, part)
             start = self._await_rows(batch, task)
             weight = (samples.stop - samples.start) / max(bounds[-1], 1)
-            yield Part(samples, self._pool(batch, part), weight)
+            place = part // self._micro_batches
+            first = bounds[place * self._micro_batches]
+            item, own = (
+                batch.items[min(place, len(batch.items) - 1)],
+                slice(samples.start - first, samples.stop - first),
+            )
+            yield Part(item, own, partial(self._pool, batch, part), weight)
             if batch.num_computed != part + 1:
                 raise RowmeshError(
                     f"micro-batch {part} of batch {batch.number} had no backward; call loss.backward() for each before "
@@ -582,10 +618,13 @@ class Pipeline(Generic[T]):
         self.recorder.note(task._replace(stage=WAIT), COMPUTE, start, end)
         return end
 
-    def _pool(self, batch: BatchInFlight[T], part: int) -> Embeddings:
+    def _pool(self, batch: BatchInFlight[T], part: int, weigh: Weigh | None) -> Embeddings:
         """The vectors of a micro-batch."""
+        self._runner_of(batch)
         window, task = batch.window, Task("compute", batch.number, part)
         assert window
+        if part != batch.num_computed:
+            raise RowmeshError(f"micro-batch {part} of batch {batch.number} is looked up once, in its turn")
 
         def finished() -> None:
             runner = self._runner_of(batch)
@@ -595,7 +634,7 @@ class Pipeline(Generic[T]):
             self._streams.end(task)  # on the stream of this backward, whatever thread it runs in
             runner.done(task)
 
-        found = self._engine.pool_part(window, part, finished)
+        found = self._engine.pool_part(window, part, finished, weigh)
         return found if self._features is None else found.select(self._features)
 
     def _runner_of(self, batch: BatchInFlight[T]) -> Runner:
@@ -604,18 +643,38 @@ class Pipeline(Generic[T]):
             raise RowmeshError(f"batch {batch.number} is not under way any more: its loop was left")
         return self._runner
 
+    def _computed(self, doing: str) -> tuple[Runner, BatchInFlight[T]]:
+        """The batch that was computed last, and waits for its step."""
+        runner, batch = self._runner, self._current
+        if runner is None or batch is None or not batch.is_computed or batch.lrs is not None:
+            raise RowmeshError(
+                f"there is nothing to {doing}: no batch of the pipeline had a backward of all micro-batches"
+            )
+        return runner, batch
+
+    def _squares(self) -> list[float]:
+        """The sum of squares of the gradients of the batch that was computed last, as each rank has it."""
+        runner, batch = self._computed("clip or unscale")
+        batch.ask_squares()
+        runner.done(Task("call", batch.number))
+        with self._stops_if_it_fails():
+            runner.wait_for(Task("norm", batch.number))
+        return batch.squares
+
     def _step(self, lrs: Sequence[Rate]) -> None:
         """Takes the learning rates of the step of the batch that was computed last."""
-        assert self._runner
-        batch = self._current
-        if batch is None or not batch.is_computed or batch.lrs is not None:
-            raise RowmeshError("there is nothing to step: no batch of the pipeline had a backward of all micro-batches")
+        runner, batch = self._computed("step")
+        if self._left_out is not None:
+            raise RowmeshError(
+                f"the step of batch {self._left_out} was left out, whose gradients would be added to those of batch "
+                f"{batch.number}; a pipeline keeps none: call zero_grad() before the first micro-batch"
+            )
         batch.take_rates(lrs, self.recorder.now())  # now it is taken, even if Ctrl-C comes before the next line
-        self._request(self._runner, batch)
+        self._request(runner, batch)
 
     def _forget(self) -> None:
         """Forgets the gradients of the batch that was computed, which were sent already."""
-        batch = self._current
+        self._left_out, batch = None, self._current
         if batch is None or batch.lrs is not None or not batch.num_computed:
             return
         if not batch.is_computed:
@@ -626,14 +685,19 @@ class Pipeline(Generic[T]):
         batch.take_answer(Answer.FORGETS)
 
 
-def _check(depth: int, micro_batches: int, exchange: str) -> None:
-    for name, value in {"depth": depth, "micro_batches": micro_batches}.items():
+def _check(depth: int, micro_batches: int, accumulate: int, exchange: str) -> None:
+    for name, value in {"depth": depth, "micro_batches": micro_batches, "accumulate": accumulate}.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ConfigurationError(f"{name} must be a whole number, got {value!r}")
     if depth < 0:
         raise ConfigurationError(f"depth must be 0 or more, got {depth}")
     if not 1 <= micro_batches <= MAX_PARTS:
         raise ConfigurationError(f"micro_batches must be 1 to {MAX_PARTS}, got {micro_batches}")
+    if not 1 <= accumulate <= MAX_PARTS // micro_batches:
+        raise ConfigurationError(
+            f"accumulate must be 1 to {MAX_PARTS // micro_batches} with {micro_batches} micro-batches of each item, "
+            f"got {accumulate}"
+        )
     if exchange not in Form.__args__:
         raise ConfigurationError(f"exchange must be one of {list(Form.__args__)}, got {exchange!r}")
 

@@ -131,11 +131,17 @@ class Runner:
         needed = list(self._schedule.before(task))
         self._await(lambda: all(each in self._done for each in needed), limit_s)
 
+    def wait_for(self, task: Task) -> None:
+        """Until a task of another resource is done; raises what `wait` does."""
+        self._run_inline()
+        self._await(lambda: task in self._done)
+
     def done(self, task: Task) -> None:
         """Says that the driver has done a task; without threads, what follows is done when it waits again."""
         with self._changed:
             self._done.add(task)
-            if task.stage == "step":
+            if task.stage == "step":  # nothing else is called for
+                self._done.add(Task("call", task.batch))
                 self._last_step = task.batch
             self._changed.notify_all()
 

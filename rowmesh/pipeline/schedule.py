@@ -3,7 +3,8 @@
 In turn t the micro-batches of batch t are computed. A stage that is *ahead* by a turns works for batch t + a then. Each
 resource does the tasks of a turn in the order in which their stages are declared, and turn after turn: the same order
 on all ranks, so that collectives cannot cross. The thread that drives the pipeline computes, steps the optimizer of the
-rows, and averages and updates the dense network while the last gradients of rows travel.
+rows, and averages and updates the dense network while the last gradients of rows travel. Before the step it may call
+for the norm of the gradients of rows, which owners find once they have all of them; it alone waits for that.
 
     depth 0        read, copy, route and open a batch in its own turn; rows still come while other micro-batches are
                    computed
@@ -185,9 +186,11 @@ def make_schedule(
         Stage("route", router, (After("copy" if copies else "read"), *of_memory), ahead=depth),
         *of_rows,
         Stage("compute", COMPUTE, (After("rows"), After("step", 1)), by_part=True),
-        Stage("step", COMPUTE, (After("compute"),)),
+        Stage("call", COMPUTE, (After("compute"),)),
+        Stage("step", COMPUTE, (After("call"),)),
         Stage("dense", COMPUTE, (After("compute"),)),
         Stage("gradients", up, (After("compute"),), by_part=True),
+        Stage("norm", up, (After("gradients"), After("call"))),
         Stage("update", up, (After("gradients"), After("step"))),
     ]
     if is_tiered:

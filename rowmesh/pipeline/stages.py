@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Generic
 
 from rowmesh.collection.driven_engine import DrivenEngine
@@ -15,11 +16,13 @@ from rowmesh.exchange.window import Window
 from rowmesh.exchange.windows import Windows
 from rowmesh.pipeline.batch_in_flight import BatchInFlight, Part, T
 from rowmesh.pipeline.cutter import Cutter
-from rowmesh.pipeline.ends import Ends
+from rowmesh.pipeline.ends import Answer, Ends
 from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError, named
 from rowmesh.pipeline.schedule import Task
 from rowmesh.pipeline.streams import Streams
 from rowmesh.sparse import SparseBatch
+from rowmesh.sparse.split import concatenated
+from rowmesh.tables.update_rules import Rate
 
 
 class Stages(Generic[T]):
@@ -32,7 +35,8 @@ class Stages(Generic[T]):
         engine: of the tables.
         windows: fetch rows and send gradients, one for each shard group.
         ends: where the data end; it has begun.
-        cutter: cuts batches into micro-batches.
+        cutter: cuts items into micro-batches.
+        accumulate: items of a window.
         streams: keep what a device may still read.
         parts: gives the micro-batches of a batch to the loop.
         sparse_of: the ids of an item that are looked up.
@@ -49,15 +53,16 @@ class Stages(Generic[T]):
         ends: Ends,
         *,
         cutter: Cutter,
+        accumulate: int,
         streams: Streams,
-        parts: Callable[[BatchInFlight[T]], Iterator[Part]],
+        parts: Callable[[BatchInFlight[T]], Iterator[Part[T]]],
         sparse_of: Callable[[T], SparseBatch],
         copy: Callable[[T], T],
         first: int,
         begins_at: int,
     ) -> None:
         self._reader, self._engine, self._windows, self._ends = reader, engine, windows, ends
-        self._cutter, self._streams, self._parts = cutter, streams, parts
+        self._cutter, self._accumulate, self._streams, self._parts = cutter, accumulate, streams, parts
         self._sparse_of, self._copy, self._first = sparse_of, copy, first
         self._begins_at = begins_at
         self._in_flight: dict[int, BatchInFlight[T]] = {}
@@ -124,7 +129,7 @@ class Stages(Generic[T]):
 
     def unused(self, number: int) -> Iterator[T]:
         """The items from a batch on, as the loader gave them, those first that were read; raises what reading did."""
-        read = [batch.read for each, batch in sorted(self._in_flight.items()) if each >= number]
+        read = [item for each, batch in sorted(self._in_flight.items()) if each >= number for item in batch.read]
         failure, reader = self._read_failure, self._reader
 
         def again() -> Iterator[T]:
@@ -141,18 +146,18 @@ class Stages(Generic[T]):
         if self._ends.here is not None or self._ends.has_left:
             return
         try:
-            item = next(self._reader)
-        except StopIteration:
-            self._ends.end_here(task.batch)
-            return
+            items = [*islice(self._reader, self._accumulate)]
         except Exception as error:
             self._read_failure = error
             raise
-        self._in_flight[task.batch] = BatchInFlight(self._parts, task.batch, item)
+        if not items:
+            self._ends.end_here(task.batch)
+            return
+        self._in_flight[task.batch] = BatchInFlight(self._parts, task.batch, items)
 
     def copy(self, task: Task) -> None:
         if (batch := self.batch(task.batch)) is not None and not self._ends.has_left:
-            batch.take_copy(self._copy(batch.item))
+            batch.take_copies([self._copy(item) for item in batch.items])
 
     def route(self, task: Task, runner: Runner) -> None:
         number, engine = task.batch, self._engine
@@ -166,13 +171,7 @@ class Stages(Generic[T]):
         if batch is None:
             self._pass_over(number, self._ends.error(number))
             return
-        _check_item(batch.item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
-        sparse = self._sparse_of(batch.item)
-        order, sizes = self._cutter(sparse)
-        if order is not None:
-            _check_item(batch.item, "take", "a method that takes samples, since they are clustered")
-            batch.reorder(order)
-            sparse = self._sparse_of(batch.item)
+        sparse, sizes = self._cut(batch)
         engine.check_ahead(sparse)
         self._num_decided_ahead = number + 1
         route = engine.route_ahead(sparse)
@@ -181,6 +180,23 @@ class Stages(Generic[T]):
         window = engine.make_window(route, sizes)
         window.begin(self._first + number)
         batch.take_window(window)
+
+    def _cut(self, batch: BatchInFlight[T]) -> tuple[SparseBatch, list[int]]:
+        """The ids of a window's items, and the samples of each micro-batch; those of items that lack have none."""
+        found: list[SparseBatch] = []
+        sizes: list[int] = []
+        for place, item in enumerate(batch.items):
+            _check_item(item, "sparse", "a SparseBatch or a KeyedJaggedTensor")
+            sparse = self._sparse_of(item)
+            order, of_item = self._cutter(sparse)
+            if order is not None:
+                _check_item(item, "take", "a method that takes samples, since they are clustered")
+                batch.reorder(place, order)
+                sparse = self._sparse_of(batch.items[place])
+            found.append(sparse)
+            sizes += of_item
+        sizes += [0] * (len(sizes) // len(found) * (self._accumulate - len(found)))
+        return concatenated(found), sizes
 
     def _pass_over(self, number: int, error: Exception | None) -> None:
         """Says, where ranks decide together about a batch that is routed, that this rank has none."""
@@ -237,25 +253,40 @@ class Stages(Generic[T]):
             for windows in self._windows:
                 windows.push(window, task.part)
 
+    def norm(self, task: Task) -> None:
+        batch = self.batch(task.batch)
+        if batch is None or batch.window is None or not batch.is_measured:
+            return
+        self._agree(batch, batch.window, Answer.MEASURES)
+        mine = self._engine.squares(self._windows, batch.window)
+        batch.take_squares(self._ends.exchange_squares(mine))
+
     def update(self, task: Task) -> None:
         batch = self.batch(task.batch)
         if batch is None:
             return
         window, engine, rates = batch.window, self._engine, batch.lrs or ()
         assert window
+        self._agree(batch, window, batch.answer, rates)
+        if batch.answer == Answer.SKIPS:
+            engine.skip_window(self._windows, window)
+        else:
+            engine.update_window(self._windows, window, rates, forgets=batch.answer == Answer.FORGETS)
+        self._streams.keep(task.batch, window)
+        self._streams.keep(task.batch + 1, batch.items)  # the program may use it until it computes the next one
+        batch.release()
+        del self._in_flight[task.batch]
+
+    def _agree(self, batch: BatchInFlight[T], window: Window, answer: Answer, rates: Sequence[Rate] = ()) -> None:
+        """Has ranks agree on what they do with a batch; where they do not, its rows may leave fast memory."""
         try:
-            forgets = self._ends.agree(batch.number, batch.answer, engine.next_step(rates))
+            self._ends.agree(batch.number, answer, self._engine.next_step(rates))
         except RowmeshError as error:
             if self._ends.refused is None:
                 raise
             for windows in self._windows:
                 windows.drop(window)
             raise SharedError(error) from error
-        engine.update_window(self._windows, window, rates, forgets=forgets)
-        self._streams.keep(task.batch, window)
-        self._streams.keep(task.batch + 1, batch.item)  # the program may use it until it computes the next one
-        batch.release()
-        del self._in_flight[task.batch]
 
 
 def _check_item(item: object, name: str, kind: str) -> None:

@@ -453,16 +453,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _can_clip(self) -> Self:
-        obstacle = "pipeline" if not self.pipeline.is_off else ""
-        if self.parallel.synchronization == "average":
-            obstacle = "parallel.synchronization = 'average'"
-        if self.train.clip_grad_norm and obstacle:
-            why = (
-                "gradients go before all are there"
-                if obstacle == "pipeline"
-                else "replicas step on their own gradients"
+        if self.train.clip_grad_norm and self.parallel.synchronization == "average":
+            raise ValueError(
+                "train.clip_grad_norm and parallel.synchronization = 'average' do not go together: replicas step on "
+                "their own gradients; leave one of them out"
             )
-            raise ValueError(f"train.clip_grad_norm and {obstacle} do not go together: {why}; leave one of them out")
         return self
 
     @model_validator(mode="after")

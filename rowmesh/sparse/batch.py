@@ -38,7 +38,8 @@ class SparseBatch:
             is routed, and checked then: from there on the buffer may be used for another batch.
         weights: per-id weights `[N]`, float32 or float64, or None. They multiply rows; a mean is the sum of the
             products over the number of ids, not over the sum of the weights. They are read when vectors are pooled.
-            Where they require a gradient they get one (see `PositionWeights`), but for look-ups by a pipeline.
+            Where they require a gradient they get one (see `PositionWeights`); a pipeline takes such with
+            each micro-batch.
         time: of the latest event among the samples, in seconds, for dynamic tables whose ids live for some; or None.
         scores: int64 `[N]`, by which dynamic tables with `eviction="score"` choose who leaves: in a step an id gets the
             largest that it has in the global batch. Other tables, and evaluation, do not read them; or None.

@@ -66,6 +66,54 @@ def take(batch: SparseBatch | KeyedJagged, samples: Tensor) -> SparseBatch:
     )
 
 
+def concatenated(batches: Sequence[SparseBatch]) -> SparseBatch:
+    """The samples of several batches of the same features, one batch after the other. Its time is the latest.
+
+    Ids of batches without weights weigh 1 where others have some.
+
+    Raises:
+        DataError: they have other features, or only some have scores.
+
+    Example:
+        >>> batch = SparseBatch.from_bags({"user": [[7], []], "item": [[3], [4]]})
+        >>> both = concatenated([batch, SparseBatch.from_bags({"user": [[9, 8]], "item": [[5]]})])
+        >>> both.ids.tolist(), both.offsets.tolist()
+        ([7, 9, 8, 3, 4, 5], [0, 1, 1, 3, 4, 5, 6])
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    for each in batches:
+        if each.features != first.features or (each.scores is None) != (first.scores is None):
+            raise DataError(
+                f"batches that are concatenated have the same features, and scores all or none; got "
+                f"{list(first.features)} and {list(each.features)}"
+            )
+    ranges = [[slice(*each.feature_range(place)) for each in batches] for place in range(first.num_features)]
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([parts[0][:0], *(part[where] for of in ranges for part, where in zip(parts, of, strict=True))])
+
+    weights = None
+    if given := [each.weights for each in batches if each.weights is not None]:
+        ones = [torch.ones(len(each.ids), dtype=given[0].dtype, device="cpu") for each in batches]
+        pairs = zip(batches, ones, strict=True)
+        weights = joined([one if each.weights is None else each.weights for each, one in pairs])
+    lengths = [each.offsets.diff().view(each.num_features, each.batch_size) for each in batches]
+    offsets = torch.cat(lengths, dim=1).flatten().cumsum(0)
+    times = [each.time for each in batches if each.time is not None]
+    return SparseBatch(
+        features=first.features,
+        ids=joined([each.ids for each in batches]),
+        batch_size=sum(each.batch_size for each in batches),
+        bag_size=first.bag_size if {each.bag_size for each in batches} == {first.bag_size} else None,
+        jagged_offsets=torch.cat([offsets.new_zeros(1), offsets]),
+        weights=weights,
+        time=max(times, default=None),
+        scores=None if first.scores is None else joined([each.scores for each in batches if each.scores is not None]),
+    )
+
+
 def micro_batches(batch: SparseBatch, sizes: Sequence[int], order: Tensor | None = None) -> list[SparseBatch]:
     """Cuts a batch into micro-batches.
 

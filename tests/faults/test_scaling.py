@@ -18,7 +18,6 @@ from rowmesh import (
     SparseBatch,
     TableSpec,
 )
-from rowmesh.pipeline import Pipeline
 from rowmesh.tables import TensorTrain, Uniform
 from rowmesh.tables.update_rules import SGD
 
@@ -261,20 +260,6 @@ def test_gradients_that_come_after_others_were_unscaled_are_refused():
     training.backward(1)
     with pytest.raises(RowmeshError, match="backward ran after the gradients of rows were unscaled"):
         training.scaler.step(training.sparse_optimizer)
-
-
-def test_a_pipeline_and_a_scaler_do_not_go_together():
-    class Item:
-        sparse = batch_of(0)
-
-    training = Training(Mesh())
-    with Pipeline(training.embeddings) as pipeline:
-        windows = pipeline.windows([Item()])
-        for part in next(windows):
-            training.scaler.scale(part.embeddings.values.sum()).backward()
-        with pytest.raises(RowmeshError, match=r"a pipeline runs.* GradScaler checks gradients"):
-            training.scaler.step(training.sparse_optimizer)
-        windows.close()
 
 
 def test_an_optimizer_is_freed_with_its_rows():

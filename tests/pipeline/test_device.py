@@ -80,6 +80,21 @@ def test_copied_rows(ranks):
     ranks.run(compare, scenario, {"depth": 1, "micro_batches": 2}, world_size=2)
 
 
+def clip(mesh, scenario, options):
+    plain, found = (on_device(mesh, scenario, each) for each in (None, options))
+    assert_close(scenario, found, plain)
+    assert_same_bits(found, on_device(mesh, scenario, IN_TURN | {"micro_batches": options["micro_batches"]}))
+
+
+@pytest.mark.slow
+def test_clipped_gradients(ranks):
+    """Rows that travel by micro-batch, whose owners sum their gradients, and copied ones; whole on one rank."""
+    scenario = replace(JOB, max_norm=0.02, num_steps=2)
+    copied = replace(scenario, plan=with_copies(TABLES, world_size=2))
+    ranks.run(clip, copied, {"depth": 1, "micro_batches": 2}, world_size=2)
+    clip(Mesh(), replace(scenario, batch_sizes=(4,)), {"depth": 1, "micro_batches": 2})
+
+
 MORE = [
     {"depth": 0},
     {"depth": 3},

@@ -13,6 +13,7 @@ from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
+from rowmesh.tables import Dynamic, Uniform
 from rowmesh.tables.update_rules import SGD, Adam
 from tests.collection.test_equivalence import assert_close, assert_same_bits, on_ranks
 from tests.support.jobs import pipelined_jobs, placed
@@ -413,3 +414,56 @@ def test_a_copy_that_fails_ends_the_data_there():
     with pytest.raises(RowmeshError, match="rank 0 in stage 'copy' of batch 2: MemoryError: no room on the device"):
         train_all(Pipeline(collection, copy=copy), small_batches(5), optimizer)
     assert collection.step_count == 2
+
+
+# Gradients of several items, and one step
+
+ACCUMULATED = Scenario(tables=DOUBLE, batch_sizes=(5, 4), num_steps=3, accumulate=3, decay=0.9)
+
+
+@pytest.mark.parametrize(
+    "options, transport, more",
+    [
+        ({"depth": 2, "micro_batches": 2, "verify": True}, "collective", {"max_norm": 0.02}),
+        ({"depth": 1, "micro_batches": 2, "clustering": "greedy"}, "collective", {"is_weighted": True}),
+        ({"depth": 1, "exchange": "naive"}, "collective", {"trains_weights": True}),
+        ({"depth": 2}, "one_sided", {"is_scaled": True, "evaluates": True, "bag_sizes": (2, 2)}),
+        ({"depth": 0, "overlap": False, "micro_batches": 3}, "collective", {"batch_sizes": (0, 2)}),
+    ],
+)
+def test_a_window_of_several_items_is_the_plain_loop_that_accumulates(ranks, options, transport, more):
+    scenario = replace(ACCUMULATED, pipeline=options, **more)
+    mine = whole(ranks, scenario, transport)
+    assert_close(scenario, mine, train_reference(scenario))
+    assert_close(scenario, mine, whole(ranks, replace(scenario, pipeline=None), transport))
+
+
+def test_the_last_window_may_have_fewer_items():
+    collection, optimizer, pipeline = pipeline_of_one(accumulate=3, micro_batches=2)
+    found = []
+    with pipeline:
+        for window in pipeline.windows(items(4)):
+            parts = []
+            for part in window:
+                assert part.item is window.items[min(len(parts) // 2, len(window.items) - 1)]
+                parts.append((part.samples.stop - part.samples.start, part.weight))
+                part.embeddings.values.sum().backward()
+            optimizer.step()
+            found.append((len(window.items), [samples for samples, _ in parts]))
+            assert sum(weight for _, weight in parts) == pytest.approx(1.0)
+        with pytest.raises(RowmeshError, match="a window of 3 items has no one item"):
+            next(pipeline.windows(items(4))).item  # noqa: B018
+    assert found == [(3, [1, 2, 1, 2, 1, 2]), (1, [1, 2, 0, 0, 0, 0])]
+    assert collection.step_count == 2
+
+
+@pytest.mark.parametrize("accumulate", [0, 16, 1.5])
+def test_how_many_items_a_window_has(accumulate):
+    with pytest.raises(ConfigurationError, match="accumulate must be"):
+        pipeline_of_one(micro_batches=2, accumulate=accumulate)
+
+
+def test_dynamic_tables_decide_item_by_item():
+    spec = TableSpec(name="item", dim=4, storage="dynamic", dynamic=Dynamic(capacity=9), initializer=Uniform(bound=0.1))
+    with pytest.raises(ConfigurationError, match="dynamic tables decide about the ids of each item by itself"):
+        Pipeline(EmbeddingCollection([spec]), accumulate=2)

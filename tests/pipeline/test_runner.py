@@ -13,7 +13,7 @@ from rowmesh.errors import DataError, IdRangeError, RowmeshError
 from rowmesh.pipeline.runner import PipelineClosedError, Runner, SharedError
 from rowmesh.pipeline.schedule import COMPUTE, Task, make_schedule
 
-STAGES = ("read", "copy", "route", "open", "final", "rows", "gradients", "update", "retrieve", "write back")
+STAGES = ("read", "copy", "route", "open", "final", "rows", "gradients", "norm", "update", "retrieve", "write back")
 
 
 class Log:
@@ -50,6 +50,7 @@ def compute(runner, schedule, turn, log=None):
             log(Task("compute", turn, part))
         runner.done(Task("compute", turn, part))
     if log is not None:
+        log(Task("call", turn))
         log(Task("step", turn))
     runner.done(Task("step", turn))
     if log is not None:
@@ -166,9 +167,11 @@ def test_without_threads_the_driver_does_everything():
         ("compute", 0),
         ("gradients", 0),
         ("compute", 1),
+        ("call", 0),
         ("step", 0),
         ("dense", 0),
         ("gradients", 1),
+        ("norm", 0),
         ("update", 0),
     ]
 
@@ -180,8 +183,27 @@ def fail_with(error):
     return fail
 
 
+def test_a_call_is_answered_before_the_step():
+    for threads in (True, False):
+        schedule, log = make_schedule(1, 2), Log()
+        runner = make(schedule, log, threads=threads)
+        for turn in (-1, 0):
+            runner.enter(turn)
+        for part in (0, 1):
+            runner.wait(Task("compute", 0, part))
+            runner.done(Task("compute", 0, part))
+        runner.done(Task("call", 0))
+        runner.wait_for(Task("norm", 0))
+        assert Task("gradients", 0, 1) in log.tasks
+        assert Task("update", 0) not in log.tasks
+        runner.done(Task("step", 0))
+        runner.wait_for_all()
+        runner.close()
+        assert Task("update", 0) in log.tasks
+
+
 @pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("stage", ["read", "route", "open", "final", "rows", "gradients", "update"])
+@pytest.mark.parametrize("stage", ["read", "route", "open", "final", "rows", "gradients", "norm", "update"])
 @pytest.mark.parametrize("error, kind", [(KeyError("x"), RowmeshError), (IdRangeError("too big"), IdRangeError)])
 def test_an_error_ends_the_driver_and_is_named(stage, error, kind, threads):
     schedule = make_schedule(1, 2)

@@ -114,8 +114,8 @@ def test_what_is_declared_for_each_depth():
     assert stages_of(sequential, "rows") == [("open", 0), ("rows", 0)]
     assert stages_of(sequential, "reader") == [("read", 0)]
     assert stages_of(sequential, "router") == [("route", 0)]
-    assert stages_of(sequential, COMPUTE) == [("compute", 0), ("step", 0), ("dense", 0)]
-    assert stages_of(sequential, "gradients") == [("gradients", 0), ("update", 0)]
+    assert stages_of(sequential, COMPUTE) == [("compute", 0), ("call", 0), ("step", 0), ("dense", 0)]
+    assert stages_of(sequential, "gradients") == [("gradients", 0), ("norm", 0), ("update", 0)]
     assert stages_of(make_schedule(4, 2), "rows") == [("rows", 0), ("open", 2), ("final", 1)]
     assert stages_of(make_schedule(1, 2, fetches_final=False), "rows") == [("rows", 0), ("open", 1)]
     copies = make_schedule(3, 2, copies=True)
@@ -137,7 +137,10 @@ def test_what_rows_wait_for():
     assert set(schedule.before(Task("rows", 5, 2))) == {Task("open", 5), Task("update", 4)}
     assert set(schedule.before(Task("final", 5))) == {Task("open", 5), Task("open", 4), Task("update", 3)}
     assert set(schedule.before(Task("compute", 5, 2))) == {Task("rows", 5, 2), Task("step", 4)}
-    assert set(schedule.before(Task("step", 5))) == {Task("compute", 5, part) for part in range(3)}
+    assert set(schedule.before(Task("call", 5))) == {Task("compute", 5, part) for part in range(3)}
+    assert set(schedule.before(Task("step", 5))) == {Task("call", 5)}
+    assert Task("gradients", 5, 2) in schedule.before(Task("norm", 5)), "all that was pushed"
+    assert Task("step", 5) not in schedule.before(Task("norm", 5))
     assert set(schedule.before(Task("gradients", 5, 1))) == {Task("compute", 5, 1)}
     assert set(schedule.before(Task("rows", 0, 2))) == {Task("open", 0)}, "there is no batch before the first"
 
@@ -202,7 +205,7 @@ def test_the_sequential_loop_adds_up(num_parts):
     schedule = make_schedule(0, num_parts)
     alone = replace(schedule, stages=tuple(replace(stage, resource=COMPUTE) for stage in in_order(schedule)))
     spans = play(alone, lambda task: 1.0, 4)
-    tasks = 6 + 3 * num_parts
+    tasks = 8 + 3 * num_parts
     assert max(span.end_s for span in spans) == 4 * tasks
     assert step_s(spans) == tasks
 
@@ -257,7 +260,7 @@ def test_two_busy_tasks_on_one_core_take_twice_as_long():
 
 def in_order(schedule):
     """The stages of a batch, each after what it waits for."""
-    order = ["read", "route", "open", "rows", "compute", "step", "dense", "gradients", "update"]
+    order = ["read", "route", "open", "rows", "compute", "call", "step", "dense", "gradients", "norm", "update"]
     return [schedule.stage(name) for name in order]
 
 

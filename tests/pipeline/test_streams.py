@@ -163,10 +163,10 @@ def test_streams_meet():
 def test_messages_have_one_order(depth, opened):
     """One resource has all of them."""
     schedule = make_schedule(depth, 2, is_on_device=True)
-    talks = {"open", "final", "rows", "gradients", "update"} & {stage.name for stage in schedule.stages}
+    talks = {"open", "final", "rows", "gradients", "norm", "update"} & {stage.name for stage in schedule.stages}
     assert {schedule.stage(name).resource for name in talks} == {"communication"}
     tasks = [(task.stage, task.batch) for task in schedule.tasks("communication", 5)]
-    ends = [("gradients", 5), ("gradients", 5), ("update", 5)]
+    ends = [("gradients", 5), ("gradients", 5), ("norm", 5), ("update", 5)]
     final = [("final", 6)] if depth else []
     opening = [("open", 5 + opened)]
     rows = [("rows", 5), ("rows", 5)]

@@ -15,12 +15,13 @@ def test_a_run_clips(train):
     assert loose.losses == pytest.approx(free.losses, rel=1e-9)
     assert clipped.losses[0] == free.losses[0]
     assert clipped.losses[2:] != pytest.approx(free.losses[2:], rel=1e-6)
+    piped = train("piped", *options, "train.clip_grad_norm=0.001", "pipeline.depth=1", "pipeline.micro_batches=2")
+    assert piped.losses == pytest.approx(clipped.losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["pipeline.depth=1"], "train.clip_grad_norm and pipeline do not go together: gradients go before all are"),
         (["parallel.synchronization=average"], "train.clip_grad_norm and parallel.synchronization = 'average' do not"),
         (["train.clip_grad_norm=-1"], "train.clip_grad_norm: should be greater than or equal to 0"),
     ],

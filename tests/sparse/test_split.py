@@ -11,6 +11,7 @@ from hypothesis import given
 from rowmesh.errors import DataError
 from rowmesh.sparse import SparseBatch, micro_batches, take
 from rowmesh.sparse.convert import with_empty_bags
+from rowmesh.sparse.split import concatenated
 
 
 def bags_of(batch):
@@ -113,3 +114,17 @@ def test_parts_keep_the_time_of_their_batch():
             each.routed(lambda count: torch.empty(count, dtype=torch.int64)),
         ]
         assert [part.time for part in parts] == 5 * [7]
+
+
+def test_what_is_concatenated_has_all_bags():
+    bags = [{"a": [[1], [2, 3]], "b": [[], [4]]}, {"a": [[5, 6]], "b": [[7]]}, {"a": [], "b": []}]
+    batches = [SparseBatch.from_bags(each) for each in bags]
+    weighted = replace(batches[0], weights=torch.arange(4, dtype=torch.float64))
+    both = concatenated([weighted, *batches[1:]])
+    expected = SparseBatch.from_bags({"a": [[1], [2, 3], [5, 6]], "b": [[], [4], [7]]})
+    assert torch.equal(both.ids, expected.ids)
+    assert torch.equal(both.offsets, expected.offsets)
+    assert both.weights is not None
+    assert both.weights.tolist() == [0.0, 1.0, 2.0, 1.0, 1.0, 3.0, 1.0]
+    with pytest.raises(DataError, match="have the same features"):
+        concatenated([batches[0], SparseBatch.from_bags({"a": [[1]]})])

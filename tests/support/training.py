@@ -216,7 +216,7 @@ class _Job:
         options = dict(scenario.pipeline or {})
         if disturb := options.get("disturb"):
             options["disturb"] = partial(disturb, self._mesh.rank)
-        with Pipeline(self.collection, **options) as pipeline:
+        with Pipeline(self.collection, accumulate=scenario.accumulate, **options) as pipeline:
             self.trained.reasons = pipeline.reasons
             while step < scenario.num_steps:
                 if step in scenario.plain:
@@ -241,17 +241,18 @@ class _Job:
         for later in range(step, self._scenario.num_steps):
             for part in range(self._scenario.accumulate):
                 batch = self._scenario.local_batch(later, part, self._mesh.rank)
-                yield Item(self.head.weigh(batch.sparse), batch.labels)
+                yield Item(batch.sparse, batch.labels)
 
     def _train_window(self, window: BatchInFlight[Item]) -> None:
         self._both.zero_grad()
-        found, loss = [], torch.zeros((), dtype=self._scenario.dtype)
+        found: list[list[Tensor]] = [[] for _ in window.items]
+        losses = [torch.zeros((), dtype=self._scenario.dtype) for _ in window.items]
         for part in window:
-            vectors = _joined(part.embeddings, self._scenario)
-            loss += self._backward(vectors, window.item.labels[part.samples])
-            found.append(vectors.detach().clone())
-        if self._scenario.accumulate > 1:
-            return  # without a step, which a pipeline refuses
+            place = next(place for place, item in enumerate(window.items) if item is part.item)
+            found_rows = part.embeddings if self.head.positions is None else part.look_up(self.head.weigh)
+            vectors = _joined(found_rows, self._scenario)
+            losses[place] += self._backward(vectors, part.item.labels[part.samples])
+            found[place].append(vectors.detach().clone())
         if self._scaler is not None or self._scenario.max_norm is not None:
             self._average_dense()
             self._step()
@@ -259,9 +260,10 @@ class _Job:
             self._optimizer.step()
             self._average_dense()
             self._dense_optimizer.step()
-        vectors = torch.cat(found)
-        self.trained.outputs.append(vectors if window.order is None else vectors[window.order.argsort()])
-        self.trained.losses.append(float(_sum(loss, self._mesh)) / self._scenario.global_batch)
+        for place, loss in enumerate(losses):
+            vectors, order = torch.cat(found[place]), window.orders[place]
+            self.trained.outputs.append(vectors if order is None else vectors[order.argsort()])
+            self.trained.losses.append(float(_sum(loss, self._mesh)) / self._scenario.global_batch)
         self._schedule.step()
 
     def _backward(self, vectors: Tensor, labels: Tensor) -> Tensor:

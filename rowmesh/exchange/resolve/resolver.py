@@ -422,6 +422,15 @@ class Resolver:
             for name in self.tables
         }
 
+    def guests_of(self, number: int) -> dict[str, list[int]]:
+        """Rows of each table that this rank's shards gave guests of a batch; local, in any thread.
+
+        Args:
+            number: of the batch.
+        """
+        owned = {name: table.owned for name, table in self.tables.items()}
+        return {name: [] if each is None else each.guests_of(number).tolist() for name, each in owned.items()}
+
     def register_hook(self, table: str, hook: DecisionHook) -> RemovableHandle:
         """Tells a hook what this rank decides of a table from the next batch on, see `tell`; local.
 

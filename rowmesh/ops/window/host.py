@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rowmesh.ops.look_up import HostLookUp
 from rowmesh.ops.memory import Scratch, array_at
-from rowmesh.ops.merge_update import Merger
+from rowmesh.ops.merge_update import HostMerged, Merger, Singles, sum_merged
 from rowmesh.ops.pool import file_cells
 from rowmesh.ops.pool.layout import GroupLayout
-from rowmesh.ops.simd import COMPUTE_BYTES, STORAGE, STORAGE_BYTES
+from rowmesh.ops.simd import COMPUTE_BYTES, FLOAT64, STORAGE, STORAGE_BYTES
 from rowmesh.ops.window import cpu
 from rowmesh.ops.window.order import Order
 
@@ -30,6 +30,7 @@ class HostWindow:
 
     Attributes:
         merger: the distinct slots that ranks ask for, once they are merged.
+        merged: the same, with the sums of gradients in the place of gradients once these are summed up.
         sent, asked: requests for and of each rank.
         places: address of uint32 `[entries]`: where in the arena the row of each entry is.
         rows_in, rows_out, gradients_out, gradients_in: what travels when; none of what a rank asks of itself.
@@ -43,6 +44,10 @@ class HostWindow:
         self._row_bytes, self._gradient_bytes = dim * STORAGE_BYTES[storage], dim * self._element
         self._arena, self._kernels = arena, cpu.kernels(dim, storage)
         self.merger = Merger(num_segments, arena, self._row_bytes)
+        self.merged: HostMerged = self.merger
+        self._summed = Singles()
+        self._sums = Scratch()
+        self._sums_shape = dim, torch.float64 if storage == FLOAT64 else torch.float32
         self._counts = Scratch()  # uint32 [U]: how often each unique id occurs in a micro-batch
         self._pointers = Scratch()  # uint32 [N, U + 1]: where the cells of each unique id begin
         self._cells = Scratch()  # uint32 [ids]: the cells, micro-batch after micro-batch
@@ -68,7 +73,7 @@ class HostWindow:
             batch: the look-up of the whole batch, whose route must live as long as the window.
             layouts: of each micro-batch.
         """
-        self._batch, self._layouts, self.is_fresh = batch, layouts, False
+        self._batch, self._layouts, self.is_fresh, self.merged = batch, [*layouts], False, self.merger
         self._first_cells, size = list(accumulate((each.num_ids for each in layouts), initial=0)), batch.num_unique
         pointers = self._pointers.reserve(4 * len(layouts) * (size + 1))
         cells = self._cells.reserve(4 * self._first_cells[-1])
@@ -81,6 +86,10 @@ class HostWindow:
             where = pointers + 4 * k * (size + 1), cells + 4 * self._first_cells[k]
             file_cells(*features, counts, size, *where)
         cpu.order_uses(unordered, batch.uniques, size, self._uses.reserve(4 * size))
+
+    def weigh(self, part: int, layout: GroupLayout) -> None:
+        """A micro-batch has weights: another layout than it was cut with."""
+        self._layouts[part] = layout
 
     def add_gradients(self, part: int, grad: Tensor) -> None:
         """Adds the gradients of a micro-batch's rows to the sums, given that of its vectors."""
@@ -235,6 +244,16 @@ class HostWindow:
             packed = self._arrived.buffer.address + self.gradients_in.part(phase).start * self._gradient_bytes
             masks = self._asked_pushes.buffer.address
             self._kernels.add_gradients(packed, order, count, masks, phase, self.merger.addresses)
+
+    def sum_up(self) -> Tensor:
+        """Sums the gradients of each distinct slot, `[M, D]`: they are read where they arrived, and not any more."""
+        merger, (dim, dtype) = self.merger, self._sums_shape
+        self._sums.reserve(merger.num_merged * self._gradient_bytes)
+        sums = self._sums.buffer.tensor(dtype, merger.num_merged, dim)
+        sum_merged(merger, sums)
+        self._summed(merger.merged_slots, sums.data_ptr(), self._gradient_bytes, merger.num_merged)
+        self.merged = self._summed
+        return sums
 
     def read_in(self, phase: int) -> np.ndarray:
         """Uint32: entries whose rows are read in a phase; this rank's own with those of the first micro-batch."""

@@ -276,6 +276,11 @@ class OwnedTable:
         frames = [change.guests for change in self._changes]
         return np.concatenate([NONE, *frames]) + self._piece.rows.start
 
+    def guests_of(self, number: int) -> np.ndarray:
+        """Those of a batch that has not ended, in the thread of its update."""
+        frames = [change.guests for change in [*self._changes] if change.number == number]
+        return np.concatenate([NONE, *frames]) + self._piece.rows.start
+
     def has_changed(self, ahead: Container[int]) -> bool:
         """Whether one of these batches has changed what is known."""
         return any(change.number in ahead for change in self._changes)
