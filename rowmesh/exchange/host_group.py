@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.group import GroupExchange, never
+from rowmesh.exchange.replica_rows import ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.resolve.asking import Asked, largest
 from rowmesh.exchange.route import Route, RouteGroup, refused_ids
 from rowmesh.ops.look_up import HostLookUp, HostLookUps, UniqueIds
@@ -87,7 +88,7 @@ class HostGroupExchange(GroupExchange):
     @property
     def num_places(self) -> int:
         """Rows that fast memory has room for."""
-        return self.arena.num_cached if isinstance(self.arena, CachedArena) else self.arena.num_slots
+        return len(self.arena.rows)
 
     @property
     def num_bytes(self) -> int:
@@ -268,8 +269,11 @@ class HostGroupExchange(GroupExchange):
             self.count_alone(groups[0])
 
     def hold(self, merged: HostMerged, most: int) -> None:
-        """Pins merged rows for the update that follows, and makes room for what it keeps of so many."""
-        if isinstance(self.arena, CachedArena):
+        """Pins merged rows for the update that follows, and makes room for what it keeps of so many.
+
+        Sums of gradients that wait for those of other replicas need no rows.
+        """
+        if isinstance(self.arena, CachedArena) and not isinstance(self.replicated, ReplicatedSums):
             self.withdraw()
             self._held = self.arena.pin(merged.slots.copy(), never)
         if self.replicated is not None:
@@ -288,9 +292,17 @@ class HostGroupExchange(GroupExchange):
         if pinned is None:  # the update of a pipeline
             pinned = self.arena.pin(merged.slots.copy(), never)
         try:
-            pinned.apply(merged, update.lr, update.scaling, update.step, part)
+            self.apply_pinned(pinned, merged, update, part)
         finally:
             pinned.unpin(changed=True)
+
+    def apply_pinned(
+        self, pinned: PinnedRows, merged: HostMerged, update: Update, part: tuple[int, int] | None = None
+    ) -> None:
+        """Updates merged rows that are pinned, in the order in which they are."""
+        if isinstance(self.replicated, ReplicatedMeans):
+            self.replicated.touch(merged, part, at=pinned.cache_slots)
+        pinned.apply(merged, update.lr, update.scaling, update.step, part)
 
     # Requests are counted
 

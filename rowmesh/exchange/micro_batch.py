@@ -194,6 +194,9 @@ class MicroBatchWindows(Windows):
                 each.update(group, update, number)
         self._stored.begin_synchronization(updates, step)
         self._stored.flush()
+        for each, group in self._pairs(window):
+            if each.is_tiered:  # rows that waited for other replicas
+                group.group.unpin()
 
     def end(self) -> None:
         """Drops what was opened and never updated."""

@@ -18,6 +18,7 @@ from rowmesh.exchange.copies import Copies
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.incoming import Incoming, merged_requests
+from rowmesh.exchange.replica_rows import ReplicatedSums
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
 from rowmesh.mesh.channel import Channel, Message, Wire
 from rowmesh.ops.memory import array_at
@@ -243,13 +244,14 @@ class OnHost(MicroBatchGroup):
     def _change(self, window: WindowGroup, update: Update) -> None:
         group, merger = window.group, window.on_host.merger
         pinned, copied = group.pinned, int(merger.merged_offsets[self._num_fetched])
-        if pinned is not None:  # takes no turn: a batch that waits for these cache slots may have it
-            pinned.apply(merger, update.lr, update.scaling, update.step)
+        keeps_sums = isinstance(self.exchange.replicated, ReplicatedSums)
+        if pinned is not None and not keeps_sums:  # no turn: a batch that waits for these cache slots may have it
+            self.exchange.apply_pinned(pinned, merger, update, (0, copied))
         else:
             self.exchange.apply(merger, update, (0, copied))
         if self._copies is not None:
             self._copies.share(merger, (copied, merger.num_merged), self._gradients, update)
-        if pinned is not None:
+        if pinned is not None and not keeps_sums:
             pinned.unpin(changed=True)
 
     def _check_versions(self, window: WindowGroup, phase: int) -> None:

@@ -149,7 +149,7 @@ class ShardGroup:
         return transport, reason
 
     def _check_tiers(self) -> None:
-        """Raises ConfigurationError where these tables have copies of rows, which tiers could not keep equal."""
+        """Raises ConfigurationError where these tables are what tiers cannot do yet; all of that is refused here."""
         names = [table.name for group in self._groups for table in group.tables]
         copied = [
             table.shape.name
@@ -157,10 +157,20 @@ class ShardGroup:
             if table.shape.name in names
             and any(part.rule not in ("cyclic", "fixed") or part.two_hop for part in table.ranges)
         ]
-        if self.replicas > 1 or copied:
+        if copied:
             raise ConfigurationError(
-                f"tiered tables {copied or names} have replicas or copied rows; give them one replica and a plan "
-                "that keeps rows cyclic (leave placement.plan and placement.strategy out), or storage='dense'"
+                f"tiered tables {copied} have copied rows; give them a plan that keeps rows cyclic (leave "
+                "placement.plan and placement.strategy out), or storage='dense'"
+            )
+        if self.replicas > 1 and self.device is not None:
+            raise ConfigurationError(
+                f"tiered tables {names} on {self.device} have {self.replicas} replicas; give them one, device='cpu', "
+                "or storage='dense'"
+            )
+        if self.averages and self._options.synchronization.dense:
+            raise ConfigurationError(
+                f"averages of whole tables, with replicas, would read all rows of the tiered tables {names} from slow "
+                "memory each time; average the rows that were touched (leave synchronization dense out)"
             )
 
     def allocate(self) -> None:
@@ -181,7 +191,8 @@ class ShardGroup:
             raise ConfigurationError(f"group {group.name} of {error}") from error
         num_slots = address_map.num_slots[self.mesh.rank]
         if self._is_tiered:
-            arena = self._options.tiers.make_arena(group, num_slots, self.mesh.rank, self.device)
+            where = self.mesh.rank, self.device
+            arena = self._options.tiers.make_arena(group, num_slots, *where, is_shared=self.replicas > 1)
         else:
             rows = self.transport.rows_for(group, address_map.num_slots, self.mesh.rank)
             arena = DenseArena(group, num_slots, self.device, rows)
