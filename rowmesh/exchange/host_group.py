@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
@@ -204,16 +205,20 @@ class HostGroupExchange(GroupExchange):
         group.pin(self.pin(self.merger))
         self.place_own(group, self.merger, 0)
 
-    def pin(self, merged: HostMerged, may_wait: Callable[[], bool] = never) -> PinnedRows | None:
+    def pin(
+        self, merged: HostMerged, may_wait: Callable[[], bool] = never, more: NDArray[np.uint32] | None = None
+    ) -> PinnedRows | None:
         """Makes sure that merged rows are in fast memory, and keeps them there; None where all are.
 
         Args:
             merged: the rows.
             may_wait: whether other batches may unpin rows meanwhile.
+            more: uint32 `[n]`, slots of others, which stand behind them.
         """
         if not isinstance(self.arena, CachedArena):
             return None
-        return self.arena.pin(merged.slots.copy(), may_wait)
+        slots = merged.slots.copy() if more is None else np.concatenate([merged.slots, more])
+        return self.arena.pin(slots, may_wait)
 
     def place_own(self, group: HostRouteGroup, merged: HostMerged, begin: int) -> None:
         """Says where pinned rows are that this rank asked itself for, the entries from `begin` on."""

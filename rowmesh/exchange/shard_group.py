@@ -21,6 +21,7 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
+from rowmesh.exchange.replica_keys import ReplicaKeys
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
 from rowmesh.exchange.synchronizer import Synchronizer
@@ -108,7 +109,7 @@ class ShardGroup:
         indices: Sequence[int],
         options: ShardOptions,
     ) -> None:
-        grid = plan.grid(replicas)
+        self._grid = grid = plan.grid(replicas)
         self.replicas, self.plan, self.indices = replicas, plan.part(replicas), list(indices)
         self.device, self._options = options.device, options
         self._groups = [groups[index] for index in indices]
@@ -318,6 +319,12 @@ class ShardGroup:
             lr, factor = step.rates[index]
             updates.append(Update(lr, scaling * factor, step.number))
         return updates
+
+    def replica_keys(self) -> ReplicaKeys | None:
+        """What tells exact replicas which rows a window changes; None where there are none. Collective."""
+        if self._replicate_group is None or self.averages:
+            return None
+        return ReplicaKeys(self._replicate_group, self._grid.groups, self._options.common)
 
     def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None:
         """Sends the other replicas what was pushed, if that is due; `flush` waits for theirs. Collective."""

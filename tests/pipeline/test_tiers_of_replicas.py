@@ -2,14 +2,18 @@
 
 from dataclasses import replace
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.tables import Tiers
 from tests.collection.test_equivalence import on_ranks
-from tests.pipeline.test_pipeline import assert_same
+from tests.pipeline.test_pipeline import assert_same, in_turn
 from tests.pipeline.test_tiers import DENSE, MIXED, TIERED
+from tests.support.jobs import pipelined_jobs
+from tests.support.plans import in_groups
 from tests.support.scenario import Scenario
 from tests.support.training import merged, train
 
@@ -68,3 +72,50 @@ def test_averages_of_whole_tables_are_refused(ranks):
     errors = ranks.run(make_refused, scenario, world_size=2)
     assert len(set(errors)) == 1
     assert "would read all rows of the tiered tables ['user', 'tag', 'item']" in errors[0]
+
+
+# Through a pipeline
+
+
+@st.composite
+def tiered_jobs(draw, world_size, replicas):
+    """Jobs with a pipeline, and the same with some tables in tiers, which have hardly more room than a batch."""
+    job = draw(pipelined_jobs(world_size))
+    mode = draw(st.sampled_from(["exact", "exact", "average"]))
+    dense = in_groups(job, replicas, draw(st.sampled_from(["shards", "replicas"])), mode)
+    is_tiered = draw(st.lists(st.booleans(), min_size=len(job.tables), max_size=len(job.tables)))
+    tables = tuple(
+        replace(table, storage="tiered") if yes else table for table, yes in zip(job.tables, is_tiered, strict=True)
+    )
+    options = {**(job.pipeline or {}), "depth": draw(st.integers(0, 4)), "verify": True}
+    if options["exchange"] == "naive":
+        options["exchange"] = "delta"
+    fast_rows = sum(job.batch_sizes) * max(job.bag_sizes[1], 1) * len(tables)
+    fast_rows = max(fast_rows, sum(job.last_sizes) * max(job.bag_sizes[1], 1) * len(tables), 1)
+    dense = replace(dense, pipeline=options)
+    return dense, replace(dense, tables=tables, tiers=replace(TIERS, fast_rows=fast_rows))
+
+
+@pytest.mark.parametrize(
+    "world_size, replicas, examples", [(2, 2, 4), (4, 2, 4), slow(2, 2, 60), slow(4, 2, 60), slow(3, 3, 30)]
+)
+def test_rows_that_other_replicas_change_are_read_when_they_have(ranks, world_size, replicas, examples):
+    """Final rows, retrieval ahead and rows by micro-batch change no bit of what is done in turn over dense rows."""
+
+    @settings(max_examples=examples)
+    @given(jobs=tiered_jobs(world_size, replicas))
+    def check(jobs):
+        dense, tiered = jobs
+        assert_same(whole(ranks, tiered), whole(ranks, in_turn(dense, verify=False)))
+
+    check()
+
+
+def test_rows_are_final_where_no_replica_changes_them(ranks):
+    """Of batches that share no row all rows come before their window opens; of those that share all, none."""
+    options = {"depth": 2, "micro_batches": 2, "verify": True}
+    for sharing, tables in (("none", TIERED), ("any", TIERED), ("hot", DENSE)):
+        scenario = Scenario(tables=DENSE, batch_sizes=(5, 3, 4, 4), num_steps=6, sharing=sharing, pipeline=options)
+        scenario = in_groups(scenario, 2)
+        job = replace(scenario, tables=tables, tiers=replace(TIERS, fast_rows=130))
+        assert_same(whole(ranks, job), whole(ranks, in_turn(scenario)))
