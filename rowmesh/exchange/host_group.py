@@ -122,9 +122,22 @@ class HostGroupExchange(GroupExchange):
         look_up, unique = self.look_ups.find_unique(batch.ids, layout, inverse)
         if not look_up.place(unique, inverse, batch.ids.numel()):
             return self.route(batch.with_ids(self._mapped(batch.ids, layout)), layout, inverse)
+        self._place_copies(look_up)
         with self._counting:
             self.counters.add_route(layout.num_ids, look_up.num_unique)
         return RouteGroup(self, layout, look_up, self.look_ups.give_back)
+
+    def _place_copies(self, look_up: HostLookUp) -> None:
+        """Says where the copies of a tiered table are, which stay in fast memory and are read without a request."""
+        if not self.copies or not isinstance(self.arena, CachedArena):
+            return
+        send, count = look_up.send, look_up.num_unique
+        offsets = send.segment_offsets[:, [self.copies.start, self.copies.stop]].tolist()
+        positions = np.concatenate([np.arange(*bounds) for bounds in offsets])
+        slots = send.lists.array(np.uint32, count, offset=send.slots_offset)[positions]
+        places = self.arena.kept_places[np.searchsorted(self.arena.kept, slots)].astype(np.int64)
+        uniques = array_at(look_up.uniques, np.uint32, count)[positions]
+        array_at(look_up.addresses, np.int64, count)[uniques] = self.arena.address + self.row_bytes * places
 
     def _mapped(self, ids: Tensor, layout: GroupLayout) -> Tensor:
         """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
@@ -294,8 +307,10 @@ class HostGroupExchange(GroupExchange):
         assert isinstance(merged, HostMerged)
         assert isinstance(self.arena, CachedArena)
         pinned, self._held = self._held, None
-        if pinned is None:  # the update of a pipeline
-            pinned = self.arena.pin(merged.slots.copy(), never)
+        if pinned is None:  # copies, which are in fast memory
+            for some, rows in self.arena.pin_some(merged.slots.copy()):
+                self.apply_pinned(rows, merged.part(some), update)
+            return
         try:
             self.apply_pinned(pinned, merged, update, part)
         finally:

@@ -164,6 +164,7 @@ class CachedArena:
         num_cached: how many of them fit into fast memory. Batches in sight must fit together; with a quarter more they
             do not wait for rows to be written back.
         spare: how many more fit, for rows that no batch here asked for.
+        kept: uint32 `[n]`, slots of rows that are put into fast memory at first and stay there, beside the others.
         make_store: makes the backing store: `MemoryStore`, or `partial(FileStore, path=…)`.
         device: whose memory is fast memory; None: the host's.
         streams: makes streams of the device.
@@ -171,6 +172,10 @@ class CachedArena:
         verify: whether to keep a version of each row and to check it; costs 8 bytes a row.
         poison: whether NaN is left in cache slots when rows leave, at once (`retain` counts as false); for tests.
         timeout_s: how long a batch waits for cache slots.
+
+    Attributes:
+        kept: as given.
+        kept_places: uint32 `[n]`, their cache slots.
 
     Raises:
         ConfigurationError: `num_cached` is out of range, or the store cannot be made.
@@ -202,6 +207,7 @@ class CachedArena:
         make_store: MakeStore = MemoryStore,
         *,
         spare: int = 0,
+        kept: np.ndarray | None = None,
         device: torch.device | None = None,
         streams: type[Stream] = Stream,
         retain: bool = True,
@@ -211,6 +217,8 @@ class CachedArena:
     ) -> None:
         if not 1 <= num_cached <= MAX_CACHE_SLOTS:
             raise ConfigurationError(f"group {group.name}: num_cached must be 1 to {MAX_CACHE_SLOTS}, got {num_cached}")
+        self.kept = self.kept_places = np.empty(0, np.uint32) if kept is None else kept
+        num_cached += len(self.kept)
         self.group, self.num_slots, self.num_cached, self._spare = group, num_slots, num_cached, spare
         self.memory = CacheMemory(group, num_cached + spare, verify, device, streams)
         self.device, self.address = self.memory.arena.device, self.memory.arena.address
@@ -251,6 +259,9 @@ class CachedArena:
         self._initial = InitialRows(self.group, seed, held)
         if self.memory.versions is not None:
             self._versions = Versions(self.num_slots, self.memory.versions, self._initial)
+        if len(self.kept):
+            self.kept_places = self.pin(self.kept).cache_slots  # for good
+            self._num_pins = 0
 
     def pin(self, slots: np.ndarray, may_wait: Callable[[], bool] = lambda: True) -> PinnedRows:
         """Brings rows into the cache, and keeps them there.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rowmesh.errors import ConfigurationError
@@ -66,6 +67,7 @@ class Tiers:
         device: torch.device | None = None,
         *,
         is_shared: bool = False,
+        kept: np.ndarray | None = None,
     ) -> CachedArena:
         """The rows of a group on a rank.
 
@@ -75,6 +77,7 @@ class Tiers:
             rank: which one.
             device: whose memory is fast memory; None: the host's.
             is_shared: whether other replicas change rows too: for these an eighth more fit into fast memory.
+            kept: uint32 `[n]`, slots of rows that stay in fast memory, beside the others; by default none.
         """
         num_cached = self.num_cached(num_slots)
         return CachedArena(
@@ -83,6 +86,7 @@ class Tiers:
             num_cached,
             self._store(group, rank),
             spare=max(num_cached // SPARE_SHARE, 1) if is_shared else 0,
+            kept=kept,
             device=device,
             verify=self.verify,
             poison=self.poison,
