@@ -330,11 +330,11 @@ class CollectiveGroup:
         exchange, merger, incoming = self.exchange, self.exchange.merger, group.opened_as(Incoming)
         rank, look_up = exchange.rank, group.look_up
         out = look_up.replies.buffer.address
+        pinned = exchange.pin(merger)
+        group.pin(pinned)
+        places = merger.merged_slots if pinned is None else pinned.cache_slots.ctypes.data
         if self._num_replying == exchange.num_segments and self._relay is None:
             own, end = int(incoming.bounds[rank]), int(incoming.bounds[rank + 1])
-            pinned = exchange.pin(merger)
-            group.pin(pinned)
-            places = merger.merged_slots if pinned is None else pinned.cache_slots.ctypes.data
             self._gather.reply(
                 exchange.arena.address, places, merger.heads, merger.nexts, merger.num_merged, own, end, out
             )
@@ -343,7 +343,7 @@ class CollectiveGroup:
             return
         shifts = incoming.reply_bounds[:-1] - incoming.bounds[:-1]
         self._gather.reply_from(
-            self._addresses(),
+            self._addresses(places),
             merger.heads,
             merger.nexts,
             int(merger.merged_offsets[self._num_replying]),
@@ -355,14 +355,14 @@ class CollectiveGroup:
             out,
         )
 
-    def _addresses(self) -> int:
-        """Where the row of each merged key that gets a reply is."""
+    def _addresses(self, places: int) -> int:
+        """Where the row of each merged key that gets a reply is, given where it is in the arena."""
         if self._relay:
             return self._relay.addresses
         merger, exchange = self.exchange.merger, self.exchange
         count = int(merger.merged_offsets[self._num_replying])
         address = self._row_addresses.reserve(8 * count)
-        self._gather.locate_slots(exchange.arena.address, merger.merged_slots, count, address)
+        self._gather.locate_slots(exchange.arena.address, places, count, address)
         return address
 
     def post_gradients(self, group: HostRouteGroup) -> Message:

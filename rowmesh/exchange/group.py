@@ -113,11 +113,13 @@ class GroupExchange:
         """
         if self.is_frozen:
             return
-        if self.replicated is not None:
-            self.replicated.apply(merged, update, part, num=num)
+        if isinstance(self.replicated, ReplicatedSums):
+            self.replicated.keep(merged, part, num=num)
         elif self.is_tiered:
             self._apply_tiered(merged, update, part)
         else:
+            if self.replicated is not None:
+                self.replicated.touch(merged, part, num=num)
             self.arena.apply(merged, update.lr, update.scaling, update.step, part)
 
     def _apply_tiered(self, merged: Merged, update: Update, part: tuple[int, int] | None) -> None:

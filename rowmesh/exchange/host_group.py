@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.errors import IdRangeError
 from rowmesh.exchange.group import GroupExchange, never
+from rowmesh.exchange.replica_rows import ReplicatedMeans, ReplicatedSums
 from rowmesh.exchange.resolve.asking import Asked, largest
 from rowmesh.exchange.route import Route, RouteGroup, refused_ids
 from rowmesh.ops.look_up import HostLookUp, HostLookUps, UniqueIds
@@ -87,7 +89,7 @@ class HostGroupExchange(GroupExchange):
     @property
     def num_places(self) -> int:
         """Rows that fast memory has room for."""
-        return self.arena.num_cached if isinstance(self.arena, CachedArena) else self.arena.num_slots
+        return len(self.arena.rows)
 
     @property
     def num_bytes(self) -> int:
@@ -120,9 +122,22 @@ class HostGroupExchange(GroupExchange):
         look_up, unique = self.look_ups.find_unique(batch.ids, layout, inverse)
         if not look_up.place(unique, inverse, batch.ids.numel()):
             return self.route(batch.with_ids(self._mapped(batch.ids, layout)), layout, inverse)
+        self._place_copies(look_up)
         with self._counting:
             self.counters.add_route(layout.num_ids, look_up.num_unique)
         return RouteGroup(self, layout, look_up, self.look_ups.give_back)
+
+    def _place_copies(self, look_up: HostLookUp) -> None:
+        """Says where the copies of a tiered table are, which stay in fast memory and are read without a request."""
+        if not self.copies or not isinstance(self.arena, CachedArena):
+            return
+        send, count = look_up.send, look_up.num_unique
+        offsets = send.segment_offsets[:, [self.copies.start, self.copies.stop]].tolist()
+        positions = np.concatenate([np.arange(*bounds) for bounds in offsets])
+        slots = send.lists.array(np.uint32, count, offset=send.slots_offset)[positions]
+        places = self.arena.kept_places[np.searchsorted(self.arena.kept, slots)].astype(np.int64)
+        uniques = array_at(look_up.uniques, np.uint32, count)[positions]
+        array_at(look_up.addresses, np.int64, count)[uniques] = self.arena.address + self.row_bytes * places
 
     def _mapped(self, ids: Tensor, layout: GroupLayout) -> Tensor:
         """The ids with those outside their table mapped as its policy says; the slow path, counted by feature."""
@@ -203,16 +218,20 @@ class HostGroupExchange(GroupExchange):
         group.pin(self.pin(self.merger))
         self.place_own(group, self.merger, 0)
 
-    def pin(self, merged: HostMerged, may_wait: Callable[[], bool] = never) -> PinnedRows | None:
+    def pin(
+        self, merged: HostMerged, may_wait: Callable[[], bool] = never, more: NDArray[np.uint32] | None = None
+    ) -> PinnedRows | None:
         """Makes sure that merged rows are in fast memory, and keeps them there; None where all are.
 
         Args:
             merged: the rows.
             may_wait: whether other batches may unpin rows meanwhile.
+            more: uint32 `[n]`, slots of others, which stand behind them.
         """
         if not isinstance(self.arena, CachedArena):
             return None
-        return self.arena.pin(merged.slots.copy(), may_wait)
+        slots = merged.slots.copy() if more is None else np.concatenate([merged.slots, more])
+        return self.arena.pin(slots, may_wait)
 
     def place_own(self, group: HostRouteGroup, merged: HostMerged, begin: int) -> None:
         """Says where pinned rows are that this rank asked itself for, the entries from `begin` on."""
@@ -268,8 +287,11 @@ class HostGroupExchange(GroupExchange):
             self.count_alone(groups[0])
 
     def hold(self, merged: HostMerged, most: int) -> None:
-        """Pins merged rows for the update that follows, and makes room for what it keeps of so many."""
-        if isinstance(self.arena, CachedArena):
+        """Pins merged rows for the update that follows, and makes room for what it keeps of so many.
+
+        Sums of gradients that wait for those of other replicas need no rows.
+        """
+        if isinstance(self.arena, CachedArena) and not isinstance(self.replicated, ReplicatedSums):
             self.withdraw()
             self._held = self.arena.pin(merged.slots.copy(), never)
         if self.replicated is not None:
@@ -285,12 +307,22 @@ class HostGroupExchange(GroupExchange):
         assert isinstance(merged, HostMerged)
         assert isinstance(self.arena, CachedArena)
         pinned, self._held = self._held, None
-        if pinned is None:  # the update of a pipeline
-            pinned = self.arena.pin(merged.slots.copy(), never)
+        if pinned is None:  # copies, which are in fast memory
+            for some, rows in self.arena.pin_some(merged.slots.copy()):
+                self.apply_pinned(rows, merged.part(some), update)
+            return
         try:
-            pinned.apply(merged, update.lr, update.scaling, update.step, part)
+            self.apply_pinned(pinned, merged, update, part)
         finally:
             pinned.unpin(changed=True)
+
+    def apply_pinned(
+        self, pinned: PinnedRows, merged: HostMerged, update: Update, part: tuple[int, int] | None = None
+    ) -> None:
+        """Updates merged rows that are pinned, in the order in which they are."""
+        if isinstance(self.replicated, ReplicatedMeans):
+            self.replicated.touch(merged, part, at=pinned.cache_slots)
+        pinned.apply(merged, update.lr, update.scaling, update.step, part)
 
     # Requests are counted
 

@@ -23,6 +23,7 @@ from rowmesh.exchange.group import GroupExchange, never
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.micro_batch_group import MicroBatchGroup, OnHost
+from rowmesh.exchange.replica_keys import ReplicaKeys
 from rowmesh.exchange.window import Window, WindowGroup
 from rowmesh.exchange.windows import Collected, StoredTables, WindowOptions, Windows
 from rowmesh.mesh import Mesh
@@ -36,14 +37,15 @@ USES = ("rows", "gradients")  # of the two process groups of hosts
 class MicroBatchWindows(Windows):
     """Windows whose rows and gradients travel by micro-batch.
 
-    Where tables have replicas no row is final before its window opens: this replica group does not know which rows the
-    others touch.
+    Exact replicas tell each other which rows a window changes, where rows are fetched as soon as they are final, or are
+    tiered. Averaged ones do not: after an average no row is what it was, so that none is final before.
 
     Args:
         tables, options: as for `Windows`.
         groups: the messages of each group.
         hosts: brings the sizes of requests.
         common: counts messages that serve all groups.
+        replicas: tells other replicas which rows change; None where they need not know.
     """
 
     is_split = True
@@ -55,11 +57,13 @@ class MicroBatchWindows(Windows):
         groups: Sequence[MicroBatchGroup],
         hosts: Channel,
         common: CommonCounters,
+        replicas: ReplicaKeys | None = None,
     ) -> None:
         super().__init__(tables, options, "")
         self._stored, self._form, self._groups = tables, options.form, groups
         self._hosts, self._common = hosts, common
-        self._finds_final = options.finds_final and tables.replicas == 1
+        self._replicas, self.tells_replicas = replicas, replicas is not None
+        self._finds_final = options.finds_final and (tables.replicas == 1 or self.tells_replicas)
         self.is_tiered = any(each.is_tiered for each in groups)
         self.reason = f"rows and gradients travel by micro-batch ({options.form})"
         ends = list(accumulate((each.num_sizes for each in groups), initial=1))
@@ -86,7 +90,8 @@ class MicroBatchWindows(Windows):
             state: the number of the window, or why there is none (`RankState`).
 
         Returns:
-            The states of all ranks. Where they differ, or there is no window, nothing else was sent.
+            The states of all ranks of this replica, or of all replicas where these are told. There is no such window
+            where they differ.
 
         Raises:
             RefusedError: a rank opens, on a device, a batch with ids that are no rows.
@@ -94,12 +99,19 @@ class MicroBatchWindows(Windows):
         """
         sizes = self._exchange_sizes(window, state)
         states = sizes[:, 0].tolist()
+        pairs = [] if window is None or any(each != state for each in states) else self._pairs(window)
+        if window is not None and pairs:
+            self._expect(window, sizes)
+        keys = [each.post_keys(group) for each, group in pairs]
+        for (each, group), messages in zip(pairs, keys, strict=True):
+            each.take_keys(group, messages)
+        if self._replicas is not None:
+            states, others = self._replicas(states, [each.merged_slots(group) for each, group in pairs])
+            for (each, group), slots in zip(pairs, others or (), strict=False):
+                each.take_others(group, slots)
         if window is None or any(each != state for each in states):
             return states
-        self._expect(window, sizes)
-        keys = [each.post_keys(group) for each, group in self._pairs(window)]
-        for (each, group), messages in zip(self._pairs(window), keys, strict=True):
-            each.take_keys(group, messages)
+        for each, group in pairs:
             if not each.is_tiered:
                 each.hold(group, window.number, never, finds_final=self._finds_final)
         self._open[window.number] = window
@@ -202,6 +214,9 @@ class MicroBatchWindows(Windows):
                 each.update(group, update, number)
         self._stored.begin_synchronization(updates, step)
         self._stored.flush()
+        for each, group in self._pairs(window):
+            if each.is_tiered:  # rows that waited for other replicas
+                group.group.unpin()
 
     def skip(self, window: Window) -> None:
         """See `Windows.skip`."""
@@ -238,7 +253,8 @@ def windows_on_hosts(
     on_host = [each for each in exchanges if isinstance(each, HostGroupExchange)]
     how = (rows, gradients, tables.mesh.ranks_per_node, options.form, common)
     groups = [OnHost(exchange, *how, verifies=options.verifies) for exchange in on_host]
-    return MicroBatchWindows(tables, options, groups, rows, common)
+    needs_keys = options.finds_final or any(each.is_tiered for each in groups)
+    return MicroBatchWindows(tables, options, groups, rows, common, tables.replica_keys() if needs_keys else None)
 
 
 def _channel(mesh: Mesh, use: str) -> Channel:

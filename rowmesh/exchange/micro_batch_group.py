@@ -18,9 +18,11 @@ from rowmesh.exchange.copies import Copies
 from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.incoming import Incoming, merged_requests
+from rowmesh.exchange.replica_rows import ReplicatedSums
 from rowmesh.exchange.window import FIRST, Form, WindowGroup
 from rowmesh.mesh.channel import Channel, Message, Wire
-from rowmesh.ops.memory import array_at
+from rowmesh.ops.memory import array_at, held_bytes
+from rowmesh.ops.merge_update import Merger, merge
 from rowmesh.ops.window import FINAL
 from rowmesh.tables.update_rules import Update
 
@@ -75,6 +77,14 @@ class MicroBatchGroup:
 
     def take_keys(self, window: WindowGroup, messages: Sequence[Message]) -> None:
         """Merges what ranks ask for, once it is here."""
+        raise NotImplementedError
+
+    def merged_slots(self, window: WindowGroup) -> np.ndarray:
+        """The distinct slots that this replica asks this rank for, uint32."""
+        raise NotImplementedError
+
+    def take_others(self, window: WindowGroup, slots: Sequence[np.ndarray]) -> None:
+        """Takes what each of the other replicas asks the rank for that holds there what this one holds here."""
         raise NotImplementedError
 
     def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
@@ -179,12 +189,13 @@ class OnHost(MicroBatchGroup):
         # sight touched it, since that window would have pinned it.
         self._touched = np.zeros(num_slots if verifies else exchange.num_places, np.uint32)
         self._versions = np.zeros(num_slots if verifies else 0, np.uint32)  # the last one that changed it
+        self._union = Merger(1)  # of what replicas ask for
 
     @property
     def num_bytes(self) -> int:
         """Memory beside that of windows."""
         copies = 0 if self._copies is None else self._copies.num_bytes
-        return copies + self._touched.nbytes + self._versions.nbytes
+        return held_bytes(self._union) + copies + self._touched.nbytes + self._versions.nbytes
 
     def begin(self) -> None:
         """All windows so far are updated, or will never be."""
@@ -223,10 +234,21 @@ class OnHost(MicroBatchGroup):
             ahead = incoming.bounds[:-1] - offsets[:, 0]
             memory.leave_out(group.look_up.send.segment_offsets[:, first], offsets[:, first] + ahead)
 
+    def merged_slots(self, window: WindowGroup) -> np.ndarray:
+        """See `MicroBatchGroup.merged_slots`; a view."""
+        return window.on_host.merger.slots
+
+    def take_others(self, window: WindowGroup, slots: Sequence[np.ndarray]) -> None:
+        """Takes which rows other replicas will change that this one does not ask for."""
+        own = window.on_host.merger.slots
+        merge([torch.from_numpy(each) for each in (own, *slots)], into=self._union)
+        window.on_host.take_others(self._union.slots[len(own) :].copy())
+
     def hold(self, window: WindowGroup, number: int, may_wait: Callable[[], bool], *, finds_final: bool) -> None:
-        """Pins the merged rows in the arena, and finds which are final."""
+        """Pins the merged rows, and those that other replicas change, in the arena; finds which are final."""
         group, memory, merger = window.group, window.on_host, window.on_host.merger
-        pinned, places = self.exchange.pin(merger, may_wait), merger.merged_slots
+        pinned, places = self.exchange.pin(merger, may_wait, memory.others), merger.merged_slots
+        others = memory.others if pinned is None or self._verifies else pinned.cache_slots[merger.num_merged :]
         group.pin(pinned)
         if pinned is None:
             memory.read_at(group.look_up.requests.buffer.address)
@@ -236,6 +258,7 @@ class OnHost(MicroBatchGroup):
             self.exchange.place_own(group, merger, int(group.opened_as(Incoming).bounds[self.exchange.rank]))
         if finds_final or self._verifies:
             memory.note_touched(merger.merged_slots if self._verifies else places, self._touched, number)
+            self._touched[others] = number
         if finds_final:
             memory.mark_final(number, int(merger.merged_offsets[self._num_fetched]))
 
@@ -256,25 +279,29 @@ class OnHost(MicroBatchGroup):
         else:
             self._change(window, update)
         self.exchange.counters.count_tables(group.opened_as(Incoming).accesses.sum(0), merger.merged_offsets)
-        if self._verifies:
-            self._versions[merger.slots] = number
+        self._note_change(window, number)
 
     def forget(self, window: WindowGroup, number: int) -> None:
         """The gradients that came are not used."""
         super().forget(window, number)
+        self._note_change(window, number)
+
+    def _note_change(self, window: WindowGroup, number: int) -> None:
         if self._verifies:
-            self._versions[window.on_host.merger.slots] = number
+            for slots in (window.on_host.merger.slots, window.on_host.others):
+                self._versions[slots] = number
 
     def _change(self, window: WindowGroup, update: Update) -> None:
         group, merger = window.group, window.on_host.merger
         pinned, copied, merged = group.pinned, int(merger.merged_offsets[self._num_fetched]), window.on_host.merged
-        if pinned is not None:  # takes no turn: a batch that waits for these cache slots may have it
-            pinned.apply(merged, update.lr, update.scaling, update.step)
+        keeps_sums = isinstance(self.exchange.replicated, ReplicatedSums)
+        if pinned is not None and not keeps_sums:  # no turn: a batch that waits for these cache slots may have it
+            self.exchange.apply_pinned(pinned, merged, update, (0, copied))
         else:
             self.exchange.apply(merged, update, (0, copied))
         if self._copies is not None:
             self._copies.share(merged, (copied, merged.num_merged), self._gradients, update)
-        if pinned is not None:
+        if pinned is not None and not keeps_sums:
             pinned.unpin(changed=True)
 
     def _check_versions(self, window: WindowGroup, phase: int) -> None:

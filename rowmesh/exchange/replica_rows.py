@@ -119,14 +119,11 @@ class ReplicatedSums:
         """Forgets the sums that are kept: their step is not taken."""
         self._used, self._late = 0, []
 
-    def apply(
-        self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
-    ) -> None:
+    def keep(self, merged: Merged, part: tuple[int, int] | None = None, *, num: int | None = None) -> None:
         """Keeps the sums of this replica's gradients of merged rows, instead of updating.
 
         Args:
             merged: the rows and their gradients.
-            update: of this step.
             part: which of the rows, first and one past the last, in the host's memory; default: all.
             num: how many rows, where the host knows it of a device's.
         """
@@ -189,7 +186,13 @@ class ReplicatedSums:
         self._merger.make_room(num_rows, num_replicas)
 
     def _update(self, merged: Merged, update: Update) -> None:
-        self._arena.apply(merged, update.lr, update.scaling, update.step)
+        numbers = update.lr, update.scaling, update.step
+        if isinstance(self._arena, CachedArena):
+            assert isinstance(merged, HostMerged)
+            for part, pinned in self._arena.pin_some(merged.slots.copy()):
+                pinned.apply(merged.part(part), *numbers)
+        else:
+            self._arena.apply(merged, *numbers)
 
 
 class ReplicatedMeans:
@@ -210,12 +213,12 @@ class ReplicatedMeans:
     def __init__(
         self, arena: DenseArena | CachedArena, device: torch.device | None, replica: int, *, is_whole: bool
     ) -> None:
-        assert isinstance(arena, DenseArena), "rows of tiers have one replica"
         self._arena, self._device, self._replica = arena, device, replica
         tensors = [arena.rows, *arena.state.values()]
         self.tables = [tensor if tensor.dim() == 2 else tensor.unsqueeze(1) for tensor in tensors]
         self.kinds: Kinds = [(_slot_dtype(device), ()), *((t.dtype, (t.shape[1],)) for t in self.tables)]
-        self.touched = TouchedRows([table[:0] for table in self.tables] if is_whole else self.tables, device)
+        num_slots = arena.num_slots if isinstance(arena, CachedArena) else None
+        self.touched = TouchedRows([table[:0] for table in self.tables] if is_whole else self.tables, device, num_slots)
         self._merger = Merger(1) if device is None else None
         self._reduced = [Room(device) for _ in self.kinds]
 
@@ -228,12 +231,21 @@ class ReplicatedMeans:
         """For so many more touched rows, in the host's memory."""
         self.touched.make_room(num_rows)
 
-    def apply(
-        self, merged: Merged, update: Update, part: tuple[int, int] | None = None, *, num: int | None = None
+    def touch(
+        self,
+        merged: Merged,
+        part: tuple[int, int] | None = None,
+        *,
+        num: int | None = None,
+        at: np.ndarray | None = None,
     ) -> None:
-        """Updates merged rows; keeps what those that are touched for the first time were. See `ReplicatedSums`."""
-        self.touched.add(merged, _most_rows(merged, part, num), part)
-        self._arena.apply(merged, update.lr, update.scaling, update.step, part)
+        """Merged rows are about to be updated: keeps what those that are touched for the first time were.
+
+        Args:
+            merged, part, num: as for `ReplicatedSums.keep`.
+            at: cache slots, where rows are in tiers.
+        """
+        self.touched.add(merged, _most_rows(merged, part, num), part, at)
 
     @property
     def count(self) -> int:
@@ -242,8 +254,13 @@ class ReplicatedMeans:
 
     def take(self) -> Delta:
         """The rows that this replica touched, whose marks go; views that hold until more are touched."""
-        slots, values, before = self.touched.take()
+        slots, values, before = self.touched.take(self._read if isinstance(self._arena, CachedArena) else None)
         return Delta(slots if self._device is None else slots.to(torch.int32), values, before)
+
+    def _read(self, slots: Tensor) -> list[Tensor]:
+        """What each table has in some slots, wherever these rows are."""
+        rows, state = self._arena.read_rows(slots.numpy())
+        return [each if each.dim() == 2 else each.unsqueeze(1) for each in (rows, *state.values())]
 
     def forget(self) -> None:
         """Unmarks all rows."""
@@ -251,6 +268,12 @@ class ReplicatedMeans:
 
     def combine(self, deltas: Sequence[Delta], merged: Merged, update: Update) -> None:
         """Puts the means of the rows that any replica sent into place; `merged` is what `merge` returned."""
+        if isinstance(self._arena, CachedArena):
+            assert isinstance(merged, HostMerged)
+            for part, pinned in self._arena.pin_some(merged.slots.copy()):
+                pinned.announce()
+                self._average(merged.part(part).at(pinned.cache_slots), deltas, [None] * len(self.tables))
+            return
         self._arena.announce(merged)
         self._average(merged, deltas, [None] * len(self.tables))
 
@@ -258,11 +281,24 @@ class ReplicatedMeans:
         """The means of the rows that any replica sent, in the host's memory; views that hold until the next call."""
         merged = self.merge(deltas)
         reduced = _room_for(merged, self._reduced, self.kinds)
-        self._average(merged, deltas, reduced.values)
+        if isinstance(self._arena, CachedArena):
+            assert isinstance(merged, HostMerged)
+            for part, pinned in self._arena.pin_some(merged.slots.copy()):
+                means = [values[part] for values in reduced.values]
+                self._average(merged.part(part).at(pinned.cache_slots), deltas, means)
+        else:
+            self._average(merged, deltas, reduced.values)
         return reduced
 
     def accept(self, delta: Delta, update: Update) -> None:
         """Puts the means that `reduce` returned, here or at another rank, into place."""
+        if isinstance(self._arena, CachedArena):
+            for part, pinned in self._arena.pin_some(delta.slots.numpy().copy()):
+                pinned.announce()
+                places = torch.from_numpy(pinned.cache_slots)
+                for table, means in zip(self.tables, delta.values, strict=True):
+                    put(table, places, means[part])
+            return
         self._arena.announce(delta.slots.numpy())
         for table, means in zip(self.tables, delta.values, strict=True):
             put(table, delta.slots, means)
@@ -297,6 +333,7 @@ class ReplicatedMeans:
         slots = torch.arange(chunk.start, chunk.stop, device=device)
         slots = slots.to(torch.uint32) if self._device is None else slots
         merged = merge([slots] * num_replicas, into=self._merger)
+        assert isinstance(self._arena, DenseArena), "whole tables in tiers are refused"
         self._arena.announce(merged)
         ends = count * torch.arange(num_replicas + 1, device=device)
         for table, rows in zip(self.tables, values, strict=True):

@@ -22,6 +22,7 @@ from rowmesh.exchange.group import GroupExchange
 from rowmesh.exchange.handshake import Step
 from rowmesh.exchange.host_group import HostGroupExchange
 from rowmesh.exchange.migration import Moved, move_rows
+from rowmesh.exchange.replica_keys import ReplicaKeys
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
 from rowmesh.exchange.squares import sum_of_squares, sum_of_squares_by_key
@@ -110,7 +111,7 @@ class ShardGroup:
         indices: Sequence[int],
         options: ShardOptions,
     ) -> None:
-        grid = plan.grid(replicas)
+        self._grid = grid = plan.grid(replicas)
         self.replicas, self.plan, self.indices = replicas, plan.part(replicas), list(indices)
         self.device, self._options = options.device, options
         self._groups = [groups[index] for index in indices]
@@ -143,7 +144,8 @@ class ShardGroup:
             name = common_name("collective" if self._is_tiered else name, mesh, grid)
         transport, reason = make_transport(name, self.mesh, len(self._groups), self.device, is_tiered=self._is_tiered)
         ranges = (part for table in self.plan.tables for part in table.ranges)
-        if self.device is not None and self.plan.num_nodes > 1 and any(part.two_hop for part in ranges):
+        is_one_hop = self.device is not None or self._is_tiered
+        if is_one_hop and self.plan.num_nodes > 1 and any(part.two_hop for part in ranges):
             reason += "; rows planned for two hops go in one"
         if self._options.wire_dtype is not None:
             how = "rounded to bfloat16" if transport.name == "collective" else "not rounded: none travels in a message"
@@ -151,18 +153,30 @@ class ShardGroup:
         return transport, reason
 
     def _check_tiers(self) -> None:
-        """Raises ConfigurationError where these tables have copies of rows, which tiers could not keep equal."""
+        """Raises ConfigurationError where these tables are what tiers cannot do yet; all of that is refused here."""
         names = [table.name for group in self._groups for table in group.tables]
+        nodes = self.plan.num_nodes > 1
+        refused = ("replicated", "node") if self.device is not None else ("node",) if nodes else ()
         copied = [
             table.shape.name
             for table in self.plan.tables
-            if table.shape.name in names
-            and any(part.rule not in ("cyclic", "fixed") or part.two_hop for part in table.ranges)
+            if table.shape.name in names and any(part.rule in refused for part in table.ranges)
         ]
-        if self.replicas > 1 or copied:
+        if copied:
+            which = f"copied rows on {self.device}" if self.device is not None else "rows with a copy on each node"
             raise ConfigurationError(
-                f"tiered tables {copied or names} have replicas or copied rows; give them one replica and a plan "
-                "that keeps rows cyclic (leave placement.plan and placement.strategy out), or storage='dense'"
+                f"tiered tables {copied} have {which}; give them a plan that keeps rows cyclic (leave placement.plan "
+                "and placement.strategy out), or storage='dense'"
+            )
+        if self.replicas > 1 and self.device is not None:
+            raise ConfigurationError(
+                f"tiered tables {names} on {self.device} have {self.replicas} replicas; give them one, device='cpu', "
+                "or storage='dense'"
+            )
+        if self.averages and self._options.synchronization.dense:
+            raise ConfigurationError(
+                f"averages of whole tables, with replicas, would read all rows of the tiered tables {names} from slow "
+                "memory each time; average the rows that were touched (leave synchronization dense out)"
             )
 
     def allocate(self) -> None:
@@ -173,7 +187,7 @@ class ShardGroup:
             MemoryError, OSError: there is no room.
         """
         self.transport.make_room()
-        plan = self.plan if self.device is None else one_hop(self.plan)
+        plan = self.plan if self.device is None and not self._is_tiered else one_hop(self.plan)
         self.exchanges = [self._make_exchange(group, plan) for group in self._groups]
 
     def _make_exchange(self, group: TableGroup, plan: Plan) -> GroupExchange:
@@ -183,7 +197,9 @@ class ShardGroup:
             raise ConfigurationError(f"group {group.name} of {error}") from error
         num_slots = address_map.num_slots[self.mesh.rank]
         if self._is_tiered:
-            arena = self._options.tiers.make_arena(group, num_slots, self.mesh.rank, self.device)
+            is_shared, kept = self.replicas > 1, address_map.copied_slots
+            where = self.mesh.rank, self.device
+            arena = self._options.tiers.make_arena(group, num_slots, *where, is_shared=is_shared, kept=kept)
         else:
             rows = self.transport.rows_for(group, address_map.num_slots, self.mesh.rank)
             arena = DenseArena(group, num_slots, self.device, rows)
@@ -322,6 +338,12 @@ class ShardGroup:
         if self._replicate_group is None or self.averages:
             return sum_of_squares(sums)
         return sum_of_squares_by_key(self._replicate_group, slots.cpu(), sums.cpu())
+
+    def replica_keys(self) -> ReplicaKeys | None:
+        """What tells exact replicas which rows a window changes; None where there are none. Collective."""
+        if self._replicate_group is None or self.averages:
+            return None
+        return ReplicaKeys(self._replicate_group, self._grid.groups, self._options.common)
 
     def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None:
         """Sends the other replicas what was pushed, if that is due; `flush` waits for theirs. Collective."""
@@ -520,7 +542,7 @@ class ShardGroups:
 
 
 def one_hop(plan: Plan) -> Plan:
-    """The plan with all rows in one hop, as devices run it; it holds rows at the same places."""
+    """The plan with all rows in one hop, as devices and tiers run it; it holds rows at the same places."""
     tables = []
     for table in plan.tables:
         ranges = tuple(replace(part, two_hop=False) for part in table.ranges)

@@ -31,6 +31,7 @@ from torch import Tensor
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.exchange.device_group import DeviceGroupExchange
 from rowmesh.exchange.handshake import Step
+from rowmesh.exchange.replica_keys import ReplicaKeys
 from rowmesh.exchange.route import AnyRouteGroup, Route
 from rowmesh.exchange.window import FIRST, Form, Window, WindowGroup
 from rowmesh.mesh import Mesh
@@ -91,6 +92,7 @@ class StoredTables(WindowTables, Protocol):
 
     @property
     def replicas(self) -> int: ...
+    def replica_keys(self) -> ReplicaKeys | None: ...
     def updates(self, step: Step) -> list[Update]: ...
     def squares(self, slots: Tensor, sums: Tensor) -> float: ...
     def begin_synchronization(self, updates: Sequence[Update], step: Step) -> None: ...
@@ -122,12 +124,14 @@ class Windows:
     Attributes:
         is_split: whether rows travel by micro-batch.
         is_tiered: whether rows are pinned in fast memory before they are fetched.
+        tells_replicas: whether opening a window tells other replicas of it, and of the end of data.
         is_on_device: whether work is launched on a device, and may be done later.
         reason: how rows travel, and why.
     """
 
     is_split = False
     is_tiered = False
+    tells_replicas = False
 
     def __init__(self, tables: WindowTables, options: WindowOptions, obstacle: str) -> None:
         self.is_on_device, self._tables = options.is_on_device, tables

@@ -219,10 +219,12 @@ class Stages(Generic[T]):
         self._engine.pass_over_averages(number - self._begins_at)
 
     def open(self, task: Task) -> None:
-        if self._ends.is_over(task.batch):
+        is_over = self._ends.is_over(task.batch)
+        # Where this replica alone knows, from what it decided when it routed, the others wait to hear of it.
+        if is_over and not (self._ends.is_divided and task.batch == self._ends.over):
             return
         for windows in self._windows:
-            if windows.is_split:
+            if windows.is_split and (not is_over or windows.tells_replicas):
                 states = windows.open(self._window(task), self._status(task))
                 if not self._ends.compare(task.batch, states) and not self._ends.is_divided:
                     return

@@ -174,6 +174,15 @@ class AddressMap:
             begin = base + (first + part.phase) // stride
             yield Piece(rows, range(begin, begin + len(rows)))
 
+    @property
+    def copied_slots(self) -> np.ndarray:
+        """uint32, ascending: the slots of rows here that other ranks hold, too."""
+        slots = [np.empty(0, np.uint32)]
+        for table in range(self.num_tables):
+            alone = {*self.held(table, without=COPIES)}
+            slots += [np.array(piece.slots, np.uint32) for piece in self.held(table) if piece not in alone]
+        return np.sort(np.concatenate(slots))
+
     def owned(self, table: int) -> Iterator[Piece]:
         """The rows of a table that this rank owns: every row of a table is in the pieces of exactly one rank."""
         for part, base in zip(self.tables[table].ranges, self._bases[table], strict=True):

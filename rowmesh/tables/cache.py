@@ -46,6 +46,18 @@ class TierCounters:
     waited_s: float = 0.0
     read_s: float = 0.0
 
+    def add_pin(self, num_found: int, num_forwarded: int, num_pinned: int | None = None) -> None:
+        """Counts a pin.
+
+        Args:
+            num_found, num_forwarded: rows of it, as above.
+            num_pinned: by all batches in sight then; None where no batch has pinned these rows.
+        """
+        self.pins += 1
+        self.rows_found += num_found
+        self.rows_forwarded += num_forwarded
+        self.peak_frames = max(self.peak_frames, num_pinned or 0)
+
 
 class Cache:
     """The cache of a `CachedArena`, as its threads share it, and the thread that writes back.

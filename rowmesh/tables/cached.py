@@ -15,8 +15,15 @@ back before. `retain=False` evicts rows as soon as they are written back, as bot
 Source: NestPipe §IV-B (dual-buffer synchronization); EL-Rec (SC'22) §V (prefetch queue, embedding cache).
 Differs: buffers and cache are one arena; rows are shared instead of copied between buffers or merged after the fact.
 
+[Note: rows that no batch here asked for]
+Other replicas and the owners of copied rows change rows that no batch of this rank has pinned. `pin_some` pins them a
+few at a time, in `spare` cache slots that batches leave free: it waits for no batch, so that the thread whose update
+makes room for batches may call it. Where all rows are in the cache already, pinned by a window that will change them,
+it takes no turn either.
+
 [Note: what may overlap]
     pin, read_rows, write_rows, flush      take turns; any thread
+    pin_some                               takes turns where a row is not in the cache; any thread
     unpin                                  at any time; any thread
     updates of pinned rows                 beside pin and unpin; not beside read_rows, write_rows, flush or check, and
                                            not beside another update of the same rows
@@ -72,6 +79,15 @@ class PinnedRows:
         self._arena, self._is_counted = arena, False
         self._stream: Stream | None = None  # whose kernels use the rows
 
+    def note_found(self, count: int) -> None:
+        """Takes how many rows were in the cache already."""
+        self.num_found = count
+
+    def take_found(self) -> np.ndarray:
+        """The cache slots of those that are in the cache, which are to be unpinned; none is known then."""
+        found, self.cache_slots = self.cache_slots, np.full(len(self.slots), MISSING, np.uint32)
+        return found[found != MISSING]
+
     def ready(self) -> None:
         """Makes the current stream wait for the rows: kernels launched from now on find them. The host goes on.
 
@@ -110,6 +126,10 @@ class PinnedRows:
         self._count_update(slice(*(part or (0, len(self.slots)))))
         self._arena.apply(merged.at(self.cache_slots), lr, scaling, step, part)
 
+    def announce(self) -> None:
+        """Tells watchers of the rows, which are to change otherwise than by `apply`."""
+        self._arena.memory.arena.announce(self.cache_slots)
+
     def _count_update(self, rows: slice) -> None:
         """Under `verify`, checks rows and counts their update."""
         self._is_counted = True
@@ -143,6 +163,8 @@ class CachedArena:
         num_slots: rows of this rank, of all tables together.
         num_cached: how many of them fit into fast memory. Batches in sight must fit together; with a quarter more they
             do not wait for rows to be written back.
+        spare: how many more fit, for rows that no batch here asked for.
+        kept: uint32 `[n]`, slots of rows that are put into fast memory at first and stay there, beside the others.
         make_store: makes the backing store: `MemoryStore`, or `partial(FileStore, path=…)`.
         device: whose memory is fast memory; None: the host's.
         streams: makes streams of the device.
@@ -150,6 +172,10 @@ class CachedArena:
         verify: whether to keep a version of each row and to check it; costs 8 bytes a row.
         poison: whether NaN is left in cache slots when rows leave, at once (`retain` counts as false); for tests.
         timeout_s: how long a batch waits for cache slots.
+
+    Attributes:
+        kept: as given.
+        kept_places: uint32 `[n]`, their cache slots.
 
     Raises:
         ConfigurationError: `num_cached` is out of range, or the store cannot be made.
@@ -180,6 +206,8 @@ class CachedArena:
         num_cached: int,
         make_store: MakeStore = MemoryStore,
         *,
+        spare: int = 0,
+        kept: np.ndarray | None = None,
         device: torch.device | None = None,
         streams: type[Stream] = Stream,
         retain: bool = True,
@@ -189,8 +217,10 @@ class CachedArena:
     ) -> None:
         if not 1 <= num_cached <= MAX_CACHE_SLOTS:
             raise ConfigurationError(f"group {group.name}: num_cached must be 1 to {MAX_CACHE_SLOTS}, got {num_cached}")
-        self.group, self.num_slots, self.num_cached = group, num_slots, num_cached
-        self.memory = CacheMemory(group, num_cached, verify, device, streams)
+        self.kept = self.kept_places = np.empty(0, np.uint32) if kept is None else kept
+        num_cached += len(self.kept)
+        self.group, self.num_slots, self.num_cached, self._spare = group, num_slots, num_cached, spare
+        self.memory = CacheMemory(group, num_cached + spare, verify, device, streams)
         self.device, self.address = self.memory.arena.device, self.memory.arena.address
         self.rows, self.state = self.memory.arena.rows, self.memory.arena.state
         self.store: BackingStore = make_store(num_slots, self.memory.record_bytes)
@@ -199,6 +229,7 @@ class CachedArena:
         self._pinning = threading.Lock()
         self._is_taken = False  # the turn of those that read rows outside the cache, under the lock of the cache
         self._num_pins = 0
+        self._num_lent = 0  # spare cache slots that are taken, under the lock of the cache
         self._initial: InitialRows | None = None
         self._versions: Versions | None = None
         self._cache = Cache(group.name, self.memory, self.store, num_slots, retain=retain, poison=poison)
@@ -228,6 +259,9 @@ class CachedArena:
         self._initial = InitialRows(self.group, seed, held)
         if self.memory.versions is not None:
             self._versions = Versions(self.num_slots, self.memory.versions, self._initial)
+        if len(self.kept):
+            self.kept_places = self.pin(self.kept).cache_slots  # for good
+            self._num_pins = 0
 
     def pin(self, slots: np.ndarray, may_wait: Callable[[], bool] = lambda: True) -> PinnedRows:
         """Brings rows into the cache, and keeps them there.
@@ -259,6 +293,82 @@ class CachedArena:
         pinned.copies = self.memory.marks()
         return pinned
 
+    def pin_some(self, slots: np.ndarray) -> Iterator[tuple[slice, PinnedRows]]:
+        """Pins rows that no batch here asked for, some at a time, and unpins them as changed when the next are due.
+
+        Waits for no batch: see [Note: rows that no batch here asked for] in `rowmesh.tables.cached`.
+
+        Args:
+            slots: uint32 `[n]`, distinct.
+
+        Yields:
+            Which of the slots, and their rows.
+
+        Raises:
+            RowmeshError: as `pin`.
+        """
+        if (found := self._pin_found(slots)) is not None:
+            yield slice(0, len(slots)), found
+            found.unpin(changed=True)
+            return
+        assert self._spare, "rows that are not in the cache, and no room is kept for them"
+        for first in range(0, len(slots), self._spare):
+            part = slice(first, min(first + self._spare, len(slots)))
+            pinned = self._pin_spare(slots[part])
+            yield part, pinned
+            with self._cache.changed:
+                self._num_lent = 0
+            pinned.unpin(changed=True)
+
+    def _pin_found(self, slots: np.ndarray) -> PinnedRows | None:
+        """Pins rows where all are in the cache, without a turn."""
+        cache, pinned = self._cache, PinnedRows(self, slots)
+        with cache.changed:
+            if cache.table.find(slots, pinned.cache_slots):
+                return None
+            cache.table.pin(slots, pinned.cache_slots)
+            self._count_pin(pinned, len(slots))
+        return pinned
+
+    def _pin_spare(self, slots: np.ndarray) -> PinnedRows:
+        """Pins at most as many rows as there are spare cache slots."""
+        cache, table, pinned = self._cache, self._cache.table, PinnedRows(self, slots)
+        with self._turn():
+            with cache.changed:
+                cache.raise_failure()
+                missing = table.pin(slots, pinned.cache_slots)
+                try:
+                    self._wait_for_writes(missing)
+                except BaseException:
+                    cache.unpin(pinned.take_found(), changed=False)
+                    raise
+                assigned = table.assign(slots, pinned.cache_slots).copy()
+                is_written = cache.written.contains(slots[assigned])
+                self._num_lent = len(slots)
+                self._count_pin(pinned, len(slots) - missing)
+            try:
+                self._load(pinned, assigned, is_written)
+            except BaseException:
+                self._discard(pinned, assigned)
+                raise
+        return pinned
+
+    def _wait_for_writes(self, missing: int) -> None:
+        """Returns when so many cache slots, which no batch may pin, are written back; the lock is held."""
+        cache, ends = self._cache, time.monotonic() + self._timeout_s
+        cache.demand(missing)
+        while cache.table.num_available < missing:
+            cache.raise_failure()
+            if (left_s := ends - time.monotonic()) <= 0:
+                raise self._not_ended(self._timeout_s)
+            cache.changed.wait(left_s)
+
+    def _count_pin(self, pinned: PinnedRows, num_found: int) -> None:
+        """Counts pinned rows; the lock is held."""
+        pinned.note_found(num_found)
+        self._num_pins += 1
+        self._cache.counters.add_pin(num_found, 0)
+
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """While one thread reads rows of the store, no other looks for them.
@@ -285,20 +395,19 @@ class CachedArena:
         Returns:
             The positions to read, and for each whether there is a record.
         """
-        cache, table, counters = self._cache, self._cache.table, self._cache.counters
-        slots, cache_slots = pinned.slots, pinned.cache_slots
+        cache, table, slots = self._cache, self._cache.table, pinned.slots
         with cache.changed:
             cache.raise_failure()
             num_pinned = table.num_pinned
-            missing = table.pin(slots, cache_slots)
+            missing = table.pin(slots, pinned.cache_slots)
             try:
-                pinned.num_found = len(slots) - missing
-                num_forwarded = pinned.num_found - (table.num_pinned - num_pinned)
-                self._wait_for_room(missing, len(slots), may_wait)
+                num_forwarded = len(slots) - missing - (table.num_pinned - num_pinned)
+                missing = self._wait_for_room(pinned, missing, may_wait)
+                pinned.note_found(len(slots) - missing)
                 room = np.empty(missing, np.intp)
-                positions = table.assign(slots, cache_slots)
+                positions = table.assign(slots, pinned.cache_slots)
             except BaseException:
-                cache.unpin(cache_slots[cache_slots != MISSING], changed=False)
+                cache.unpin(pinned.take_found(), changed=False)
                 raise
             self._num_pins += 1
             assigned = room[: len(positions)]
@@ -310,30 +419,48 @@ class CachedArena:
                 self._discard(pinned, assigned)
                 raise
             self._is_taken = True  # last: what fails before has no turn that nobody would end
-            counters.pins += 1
-            counters.rows_found += pinned.num_found
-            counters.rows_forwarded += num_forwarded
-            counters.peak_frames = max(counters.peak_frames, table.num_pinned)
+            cache.counters.add_pin(pinned.num_found, num_forwarded, table.num_pinned)
             return assigned, is_written
 
-    def _wait_for_room(self, missing: int, num_rows: int, may_wait: Callable[[], bool]) -> None:
-        """Returns when so many cache slots can be assigned, and the turn taken; the lock is held."""
-        cache, table = self._cache, self._cache.table
+    def _wait_for_room(self, pinned: PinnedRows, missing: int, may_wait: Callable[[], bool]) -> int:
+        """Returns when cache slots for all that is missing can be assigned, and the turn taken; the lock is held.
+
+        Rows that were found are unpinned while batches have as many pins as they may: they may stand in the way of
+        `pin_some`, which waits for no batch.
+
+        Args:
+            pinned: the rows, of which those that were found are pinned.
+            missing: how many were not.
+            may_wait: as for `pin`.
+
+        Returns:
+            How many are missing then.
+        """
+        cache, table, num_rows = self._cache, self._cache.table, len(pinned.slots)
         cache.demand(missing)
         began = time.monotonic()
-        while (is_short := table.num_available < missing) or self._is_taken:
+        while True:
+            has_most = table.num_pinned + missing > self.num_cached
+            is_short = has_most or table.num_available < missing
+            if not is_short and not self._is_taken:
+                break
             cache.raise_failure()
             waited_s = time.monotonic() - began
             if is_short:
-                needs_others = table.num_pinned + missing > self.num_cached
+                needs_others = table.num_pinned - self._num_lent + missing > self.num_cached
                 is_hopeless = num_rows > self.num_cached or (needs_others and not may_wait())
                 if is_hopeless or waited_s >= self._timeout_s:
                     raise NoRoomError(self._describe_shortage(missing, num_rows, waited_s))
             elif waited_s >= self._timeout_s:
                 raise self._not_ended(waited_s)
             left_s = self._timeout_s - waited_s
+            if has_most and self._spare:
+                cache.unpin(pinned.take_found(), changed=False)
             cache.changed.wait(min(_LOOK_S, left_s) if is_short else left_s)
+            if has_most and self._spare:
+                missing = table.pin(pinned.slots, pinned.cache_slots)
         cache.counters.waited_s += time.monotonic() - began
+        return missing
 
     def _not_ended(self, waited_s: float) -> RowmeshError:
         return RowmeshError(
@@ -494,7 +621,7 @@ class CachedArena:
         def tell(places: np.ndarray | Tensor, _: object) -> None:
             assert watcher is not None
             if isinstance(places, Tensor):
-                places = places[places < self.num_cached].cpu().numpy().astype(np.uint32)
+                places = places[places < len(self.rows)].cpu().numpy().astype(np.uint32)
             watcher(table.slots[places], places)
 
         self.memory.arena.watch(name, None if watcher is None else tell)

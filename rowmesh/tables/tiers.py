@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rowmesh.errors import ConfigurationError
@@ -14,6 +15,8 @@ from rowmesh.tables.backing import MakeStore, MemoryStore
 from rowmesh.tables.cached import CachedArena
 from rowmesh.tables.file_store import FileStore
 from rowmesh.tables.group import TableGroup
+
+SPARE_SHARE = 8  # one more cache slot for so many, where other replicas change rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +60,33 @@ class Tiers:
         return max(min(num_rows, max(self.fast_rows, round(self.fast_share * num_rows))), 1)
 
     def make_arena(
-        self, group: TableGroup, num_slots: int, rank: int, device: torch.device | None = None
+        self,
+        group: TableGroup,
+        num_slots: int,
+        rank: int,
+        device: torch.device | None = None,
+        *,
+        is_shared: bool = False,
+        kept: np.ndarray | None = None,
     ) -> CachedArena:
-        """The rows of a group on a rank, those in fast memory on a device, or in the host's memory."""
+        """The rows of a group on a rank.
+
+        Args:
+            group: the tables.
+            num_slots: rows of the rank.
+            rank: which one.
+            device: whose memory is fast memory; None: the host's.
+            is_shared: whether other replicas change rows too: for these an eighth more fit into fast memory.
+            kept: uint32 `[n]`, slots of rows that stay in fast memory, beside the others; by default none.
+        """
+        num_cached = self.num_cached(num_slots)
         return CachedArena(
             group,
             num_slots,
-            self.num_cached(num_slots),
+            num_cached,
             self._store(group, rank),
+            spare=max(num_cached // SPARE_SHARE, 1) if is_shared else 0,
+            kept=kept,
             device=device,
             verify=self.verify,
             poison=self.poison,

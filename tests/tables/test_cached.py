@@ -175,6 +175,52 @@ def test_any_batches_at_any_depth(batches, depth, spare, flags):
         assert counters.peak_frames <= num_cached
 
 
+@settings(max_examples=60)
+@given(
+    batches=st.lists(st.tuples(SLOTS, SLOTS), min_size=1, max_size=8),
+    depth=st.integers(0, 2),
+    spare=st.integers(1, 4),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_rows_that_no_batch_asked_for(batches, depth, spare, flags):
+    """They change beside batches that have all the room there is."""
+    retain, verify, poison = flags
+    asked = [slots for slots, _ in batches]
+    most = max(len(set().union(*asked[i : i + depth + 1])) for i in range(len(asked)))
+    options = {"spare": spare, "retain": retain, "verify": verify, "poison": poison}
+    with make_cached(make_group(), max(most, 1), **options) as cached:
+        pair = Pair(cached, make_dense(cached.group), depth)
+        for slots, others in batches:
+            pair.pins.append(pin(cached, slots))
+            if len(pair.pins) > depth:
+                pair.update_oldest()
+            pair.step += 1
+            gradients = gradients_of(cached.group, others, pair.step)
+            update(pair.dense, others, gradients, pair.step)
+            for part, pinned in cached.pin_some(u32(others)):
+                update(pinned, others[part], gradients[part], pair.step)
+        pair.train([])
+        pair.check()
+        assert cached.counters.peak_frames <= max(most, 1)
+
+
+def test_a_batch_that_waits_leaves_room_for_rows_that_no_batch_asked_for():
+    """Also where it found some of its rows in the cache, beyond those that batches may pin."""
+    with make_cached(make_group(), 4, spare=2, poison=False) as cached:
+        first = pin(cached, [0, 1, 2, 3])
+        for _, pinned in cached.pin_some(u32([4, 5])):
+            update(pinned, pinned.slots, gradients_of(cached.group, pinned.slots, 1), 1)
+        second: list[PinnedRows] = []
+        thread = threading.Thread(target=lambda: second.append(pin(cached, [4, 5, 6])))
+        thread.start()
+        for _, pinned in cached.pin_some(u32(range(7, 20))):
+            update(pinned, pinned.slots, gradients_of(cached.group, pinned.slots, 2), 2)
+        assert not second
+        first.unpin()
+        thread.join()
+        second[0].unpin()
+
+
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
 def test_over_a_file(tmp_path, direct, poison, memory):

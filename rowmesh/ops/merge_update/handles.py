@@ -48,6 +48,11 @@ class HostMerged:
         """uint32 `[M]`: the distinct slots, as a view."""
         return array_at(self.merged_slots, np.uint32, self.num_merged)
 
+    def part(self, part: slice) -> HostMerged:
+        """Some of the distinct slots that follow each other, and the gradients for each."""
+        first, behind = 4 * part.start, (self.nexts, self.addresses, self.node_ends, self.num_nodes)
+        return HostMerged(part.stop - part.start, self.merged_slots + first, self.heads + first, *behind)
+
     def at(self, slots: np.ndarray) -> HostMerged:
         """The same gradients for rows in other slots, uint32 `[M]`, which must outlive the handle."""
         assert slots.dtype == np.uint32

@@ -34,6 +34,7 @@ class HostWindow:
         sent, asked: requests for and of each rank.
         places: address of uint32 `[entries]`: where in the arena the row of each entry is.
         rows_in, rows_out, gradients_out, gradients_in: what travels when; none of what a rank asks of itself.
+        others: uint32: slots of rows that other replicas alone change.
         is_fresh: whether gradients that travel are those of one micro-batch each: the paper's form.
     """
 
@@ -65,6 +66,7 @@ class HostWindow:
         self.sent: list[int] = []
         self.asked: list[int] = []
         self.places, self.is_fresh = 0, False
+        self.others = np.empty(0, np.uint32)
 
     def cut(self, batch: HostLookUp, layouts: Sequence[GroupLayout]) -> None:
         """Files the cells of every micro-batch, and which micro-batches have each row.
@@ -109,6 +111,10 @@ class HostWindow:
         """Takes where the requests for and of each rank begin; int64 `[W + 1]`."""
         self._sent, self._asked = sent, asked
         self.sent, self.asked = np.diff(sent).tolist(), np.diff(asked).tolist()
+
+    def take_others(self, slots: np.ndarray) -> None:
+        """Takes which rows other replicas change, and this one does not ask for."""
+        self.others = slots
 
     @property
     def num_asked(self) -> int:
