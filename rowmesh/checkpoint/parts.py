@@ -145,7 +145,7 @@ class Tables:
         self.tables: list[TableSpec] = [table for each in collections for table in each.tables]
         names = set[str]()
         for each in collections:
-            if each.mesh.run is not self.mesh.run:
+            if each.mesh.run.group is not self.mesh.run.group:
                 raise ConfigurationError("two EmbeddingCollections are on different meshes; save each by itself")
             for table in each.tables:
                 if table.name in names:

@@ -57,6 +57,7 @@ def play(
         ConfigurationError: tasks wait for each other.
 
     Example:
+        >>> from rowmesh.pipeline.schedule import make_schedule
         >>> spans = play(make_schedule(depth=0, num_parts=1), lambda task: 1.0, num_turns=2)
         >>> max(span.end_s for span in spans)  # 8 for the first batch, whose update is beside the dense network's
         16.0

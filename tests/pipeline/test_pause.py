@@ -1,7 +1,6 @@
 """Pauses of a pipeline: between two windows a program does all that it may do in a plain loop, and loses no batch."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -245,16 +244,3 @@ def test_two_loops_one_after_the_other():
                 train(window, optimizer)
                 pipeline.pause()
     assert done == [0, 1, 2, 0, 1, 2]
-
-
-def test_averages_are_read_between_two_windows():
-    """Moving averages stand in the place of rows while the pipeline pauses."""
-    collection, optimizer = make(Mesh(), "one_sided")
-    averaged, seen = rowmesh.AveragedRows(collection, decay=0.5), []
-    item = next(batches(0, "one_sided"))
-    for window in Pipeline(collection, depth=2).windows(batches(0, "one_sided", count=4)):
-        train(window, optimizer)
-        averaged.update()
-        with averaged.applied(), torch.no_grad():
-            seen.append(collection(item.sparse).values.clone())
-    assert not any(torch.equal(a, b) for a, b in pairwise(seen))
