@@ -265,11 +265,11 @@ class Case:
         return ready
 
 
-def mean_tasks(rounds: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """Task → seconds of a step: the median over rounds of the mean over ranks."""
-    names = rounds[0][0]["tasks"]
+def mean_tasks(rounds: list[list[dict[str, Any]]], kind: str = "tasks") -> dict[str, float]:
+    """Task → seconds of a step, or of them the processor's: the median over rounds of the mean over ranks."""
+    names = rounds[0][0][kind]
     return {
-        name: statistics.median(statistics.mean(rank["tasks"].get(name, 0.0) for rank in each) for each in rounds)
+        name: statistics.median(statistics.mean(rank[kind].get(name, 0.0) for rank in each) for each in rounds)
         for name in names
     }
 

@@ -4,6 +4,7 @@ The others are in a file that is read and written past the system's page cache, 
 is read comes from the disk. One thread computes; the others have a core to themselves.
 
 - speed-up: of K batches ahead over none (K = 0, in turn);
+- auto: the depth that `rowmesh.pipeline.auto` chooses from the stages of the steps in turn;
 - hidden: 1 − (step − step with all rows in memory) / seconds that retrieval takes in turn.
 
 Source: NestPipe §IV; EL-Rec (SC'22) §V, Fig. 16 (1.30 x over a sequential loop).
@@ -15,16 +16,20 @@ import argparse
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
-from benchmarks.measure import median, slowest
+from benchmarks.measure import cores, median, slowest
 from benchmarks.pipeline_hosts import by_stage, mean_tasks
 from benchmarks.workload import Workload
+from rowmesh.pipeline.auto import Choice, choose
+from rowmesh.pipeline.schedule import make_schedule
 
 MODULE = "benchmarks.ranks.pipeline"
+_STAGES = {stage.name for stage in make_schedule(1, 1, is_tiered=True).stages}
 TARGET_HIDDEN, TARGET_SPEED = 0.95, 1.3
 START_S = 300.0
 
@@ -103,6 +108,8 @@ def _compare(
             rounds[name].append(ranks.ask("round", name=name, warmup=workload.warmup, steps=workload.steps))
     times = {name: median([slowest(each, "step")[0] * 1e3 for each in of]) for name, of in rounds.items()}
     retrieve_ms = mean_tasks(rounds["K=0, in turn"])["retrieve.0"] * 1e3
+    choice = _chosen(rounds["K=0, in turn"])
+    report.line(case="auto", depth=choice.depth, expected_ms=1e3 * choice.step_s, in_turn_ms=1e3 * choice.in_turn_s)
     for name in contestants:
         last = rounds[name][-1][0]
         line: dict[str, Any] = {
@@ -129,6 +136,16 @@ def _compare(
             hidden_width=options.tier_hidden,
             **line,
         )
+
+
+def _chosen(in_turn: list[Any]) -> Choice:
+    """The choice of depth by what the stages of steps in turn took."""
+    stages, processor = (
+        {stage: ms / 1e3 for stage, ms in by_stage(mean_tasks(in_turn, kind)).items() if stage in _STAGES}
+        for kind in ("tasks", "processor")
+    )
+    schedule = partial(make_schedule, is_tiered=True)
+    return choose(stages, processor, cores=cores(), can_split=True, counts=(1,), schedule=schedule)
 
 
 def _integers(text: str) -> list[int]:

@@ -190,16 +190,18 @@ class Commands:
             if number == warmup + steps - 1 and not cooldown:
                 pipeline.wait()
                 ended, mean_averaged_s = Clock(tables), averaged_s / steps
-        tasks: dict[str, float] = {"average.0": mean_averaged_s}
+        tasks, processor = {"average.0": mean_averaged_s}, dict[str, float]()
         spans = [span for span in pipeline.recorder.spans() if clock.began <= span.start_s]
         for span in spans:
             if span.start_s < ended.began or not cooldown:
                 key = f"{span.task.stage}.{span.task.part}"
                 tasks[key] = tasks.get(key, 0.0) + (span.end_s - span.start_s) / steps
+                processor[key] = processor.get(key, 0.0) + span.cpu_s / steps
         return {
             "seconds": {"step": [(ended.began - clock.began) / steps]},
             "cpu_s": (ended.cpu_s - clock.cpu_s) / steps,
             "tasks": tasks,
+            "processor": processor,
             "received_bytes": (ended.received_bytes - clock.received_bytes) / steps,
             "parts": self._parts(pipeline, clock.began, ended.began, steps, messages),
             "disk": {name: (ended.tier[name] - before) / steps for name, before in clock.tier.items()},

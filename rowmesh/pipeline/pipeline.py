@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -172,7 +173,8 @@ class Pipeline(Generic[T]):
         self.schedule = self.make_schedule(depth, accumulate * micro_batches, fetches_final=finds_final, joins=joins)
         device = embeddings.device
         self.recorder = DeviceRecorder(partial(Stream.current, device)) if is_on_device else Recorder()
-        self._streams: Streams = HostStreams(self.schedule, self.recorder)
+        clock = time.thread_time if overlap else time.process_time
+        self._streams: Streams = HostStreams(self.schedule, self.recorder, clock)
         if is_on_device and overlap:
             self._streams = DeviceStreams(self.schedule, device, self.recorder, is_traced=trace)
         self._runner: Runner | None = None  # of the run; None before a loop, after it, and while it pauses

@@ -129,17 +129,19 @@ class HostStreams:
     Args:
         schedule: of the tasks.
         recorder: takes when each was done.
+        clock: of the processor time of a task: its thread's or, where all is done in turn, that of the whole process,
+            in which other threads read files and send messages for it.
     """
 
-    def __init__(self, schedule: Schedule, recorder: Recorder) -> None:
-        self._schedule, self._recorder = schedule, recorder
+    def __init__(self, schedule: Schedule, recorder: Recorder, clock: Callable[[], float] = time.thread_time) -> None:
+        self._schedule, self._recorder, self._clock = schedule, recorder, clock
 
     def run(self, action: Action, task: Task) -> None:
         """Does a task."""
         resource = self._schedule.stage(task.stage).resource
-        start, cpu_s = self._recorder.now(), time.thread_time()
+        start, cpu_s = self._recorder.now(), self._clock()
         action(task)
-        self._recorder.note(task, resource, start, self._recorder.now(), time.thread_time() - cpu_s)
+        self._recorder.note(task, resource, start, self._recorder.now(), self._clock() - cpu_s)
 
     def begin(self, task: Task) -> None:
         """No-op: the runner waited."""
