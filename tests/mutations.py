@@ -6,7 +6,7 @@
 
 The tests are those that run before a change lands: what `make test` runs of the files of a mutation, and where all of
 that passes, what `make test-listed` runs of them. Prints one JSON line a mutation, and at the end
-{"summary": {"killed": 43, "of": 43, "others": {}}}. A mutation whose line is not in its file any more is an error:
+{"summary": {"killed": 50, "of": 50, "others": {}}}. A mutation whose line is not in its file any more is an error:
 move it along with the code.
 """
 
@@ -53,6 +53,7 @@ RANKS = "tests/exchange tests/collection/test_collection.py"
 REPLICAS = "tests/test_two_dimensional.py"
 PIPELINE = "tests/pipeline/test_pipeline.py tests/pipeline/test_mistakes.py tests/ops/test_window.py"
 TIERS = "tests/tables tests/pipeline/test_tiers.py"
+PAUSE = "tests/pipeline/test_pause.py"
 CORES = "tests/mesh/test_ordered_sums.py tests/exchange tests/test_tensor_train_tables.py"
 DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.py"
 
@@ -358,6 +359,55 @@ MUTATIONS = [
         "places = _places(events.offsets.numpy()).astype(np.uint64)",
         "places = _places(events.offsets.numpy()).astype(np.uint64) * np.uint64(0)",
         "tests/run/sequence/test_batches.py",
+    ),
+    Mutation(
+        "pause: items that were read are gone",
+        "rowmesh/pipeline/stages.py",
+        "            yield from read\n",
+        "            yield from ()\n",
+        PAUSE,
+    ),
+    Mutation(
+        "pause: what was decided ahead stands at the end of data",
+        "rowmesh/pipeline/pipeline.py",
+        "min(num_given, self._ends.num_decided)",
+        "self._ends.num_decided",
+        PAUSE,
+    ),
+    Mutation(
+        "pause: the failure of a loader is forgotten",
+        "rowmesh/pipeline/stages.py",
+        "            if failure is not None:\n",
+        "            if failure is None and failure is not None:\n",
+        PAUSE,
+    ),
+    Mutation(
+        "play: tasks begin before the driver enters their turn",
+        "rowmesh/pipeline/playing.py",
+        "if turn <= entered and",
+        "if",
+        "tests/pipeline/test_schedule.py",
+    ),
+    Mutation(
+        "schedule: batches are opened as far ahead as they are read",
+        "rowmesh/pipeline/schedule.py",
+        "half = depth and max(1, depth // 2)",
+        "half = depth",
+        "tests/pipeline/test_schedule.py",
+    ),
+    Mutation(
+        "clip: gradients of other replicas are squared apart",
+        f"{EXCHANGE}/shard_group.py",
+        "return sum_of_squares_by_key(self._replicate_group, slots.cpu(), sums.cpu())",
+        "return sum_of_squares(sums)",
+        "tests/pipeline/test_clipping.py",
+    ),
+    Mutation(
+        "tiers: rows that other replicas change are not noted",
+        f"{EXCHANGE}/micro_batch.py",
+        "                each.take_others(group, slots)\n",
+        "                pass\n",
+        "tests/pipeline/test_tiers_of_replicas.py",
     ),
 ]
 
