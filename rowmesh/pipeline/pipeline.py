@@ -212,7 +212,7 @@ class Pipeline(Generic[T]):
         text = f"threads: {', '.join(resources)}"
         if PREPARING not in resources:
             return text
-        return f"{text} (reads, copies and routes: {self.cores:g} cores for this rank are too few for a thread each)"
+        return f"{text} (reads, copies and routes: {self.cores:g} core(s) for this rank, too few for a thread each)"
 
     @property
     def can_split(self) -> bool:
