@@ -270,6 +270,9 @@ def twin_of(scenario: Scenario, options: Options) -> Scenario | None:
     """The job on as many ranks that has to be equal to the bit; None where there is none besides itself."""
     if "clip" in options:  # norms are summed in the order of the rows' owners
         return None
+    # Gradients that come with every micro-batch are added up in another order than those that travel whole.
+    if options.get("pipeline", {}).get("exchange") == "naive" and options.keys() & {"plan", "storage"}:
+        return None
     twin = replace(
         scenario,
         tables=tuple(replace(each, storage="dense") if each.storage == "tiered" else each for each in scenario.tables),

@@ -511,6 +511,7 @@ def train_reference(scenario: Scenario) -> Trained:
             trained.outputs.append(vectors.detach().clone())
             trained.losses.append(float(losses.detach()) / scenario.global_batch)
         if scenario.max_norm is not None:
+            known.forget_unknown()  # whose gradients do not count
             of_tables = [parameter for table in tables.values() for parameter in table.parameters]
             torch.nn.utils.clip_grad_norm_([*head.parameters(), *of_tables], scenario.max_norm)
         dense_optimizer.step()
