@@ -217,7 +217,11 @@ class Case:
                 line |= {"communication_ms": round(communication, 2), "share": round(communication / times[name], 3)}
             elif variant.overlap:
                 exposed = (times[name] - times["in turn"] + communication) / communication
-                model = predicted_ms(variant, mean_tasks(rounds[f"{name}{_IN_TURN}"]))
+                in_turn = rounds[f"{name}{_IN_TURN}"]
+                processor_s = mean_tasks(in_turn, "processor")
+                if network.wait_ms:  # computed elsewhere
+                    processor_s = {task: s for task, s in processor_s.items() if not task.startswith("compute")}
+                model = predicted_ms(variant, mean_tasks(in_turn), processor_s, cores() / len(in_turn[0]))
                 line |= {"exposed": round(exposed, 3), "model_ms": round(model, 2)}
                 self._report.ratio(f"{case}: in turn / {name}", round(times["in turn"] / times[name], 3))
                 self._report.ratio(f"{case}: exposed, {name}", round(exposed, 3))
@@ -292,16 +296,27 @@ def by_stage(tasks: dict[str, float]) -> dict[str, float]:
     return {stage: round(ms, 2) for stage, ms in stages.items()}
 
 
-def predicted_ms(variant: Variant, tasks: dict[str, float]) -> float:
-    """What a step should take, given what its tasks take in turn; the cable carries one thing at a time."""
+def predicted_ms(variant: Variant, tasks: dict[str, float], processor: dict[str, float], cores_of_rank: float) -> float:
+    """What a step should take, given what its tasks take in turn; the cable carries one thing at a time.
+
+    Args:
+        variant: of the pipeline.
+        tasks: seconds of each.
+        processor: of them, those in which it had a processor.
+        cores_of_rank: that its threads share.
+    """
     finds_final = variant.final_rows and variant.depth > 0 and variant.exchange == "delta"
     schedule = make_schedule(variant.depth, variant.micro_batches, fetches_final=finds_final)
 
     def seconds(task: Task) -> float:
         return tasks.get(f"{task.stage}.{task.part}", 0.0)
 
+    def share(task: Task) -> float:
+        name = f"{task.stage}.{task.part}"
+        return min(processor.get(name, 0.0) / tasks[name], 1.0) if tasks.get(name) else 0.0
+
     network = sum(time_s for name, time_s in tasks.items() if name.split(".")[0] in NETWORK)
-    return 1e3 * max(step_s(play(schedule, seconds, num_turns=12)), network)
+    return 1e3 * max(step_s(play(schedule, seconds, num_turns=12, cores=cores_of_rank, share=share)), network)
 
 
 def _integers(text: str) -> list[int]:
