@@ -15,7 +15,7 @@ from benchmarks.intervals import Interval, exposed_s, seconds, within
 from benchmarks.ranks.setup import serve, sparse_batch, table_specs
 from benchmarks.tower import Tower
 from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
-from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
+from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch, TableSpec
 from rowmesh._support.memory import resident_bytes
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.synchronization import Synchronization
@@ -23,7 +23,7 @@ from rowmesh.pipeline import BatchInFlight, Part, Pipeline
 from rowmesh.pipeline.schedule import COMPUTE
 from rowmesh.run.gradients import SharedGradients
 from rowmesh.sparse import take
-from rowmesh.tables import Tiers
+from rowmesh.tables import TensorTrain, Tiers
 
 RETRIEVAL = ("read", "copy", "route", "retrieve")
 """Stages before a batch's rows can be fetched."""
@@ -50,24 +50,54 @@ class Clock:
         self.began, self.cpu_s = time.perf_counter(), time.process_time()
 
 
+@dataclass(frozen=True)
+class Storages:
+    """Where the rows of tables are.
+
+    Attributes:
+        tables: the storage of each table, in their order; without any all are tiered where there are tiers, else dense.
+        rank: of tensor-train tables.
+    """
+
+    tables: tuple[str, ...] = ()
+    rank: int = 16
+
+    def specs(self, workload: Workload, *, has_tiers: bool) -> list[TableSpec]:
+        """The tables of a workload; AdaGrad trains cores, since they have no state by row."""
+        specs = table_specs(workload)
+        names = self.tables or ("tiered" if has_tiers else "dense",) * len(specs)
+        cored = {"optimizer": AdaGrad(lr=workload.lr), "tensor_train": TensorTrain(rank=self.rank)}
+        return [
+            replace(spec, storage=name, **(cored if name == "tensor_train" else {}))
+            for spec, name in zip(specs, names, strict=True)
+        ]
+
+
 class Tables:
     """A collection and its optimizer."""
 
-    def __init__(self, workload: Workload, mesh: Mesh, tiers: dict[str, Any] | None, **options: Any) -> None:
-        specs = table_specs(workload)
+    def __init__(
+        self,
+        workload: Workload,
+        mesh: Mesh,
+        tiers: dict[str, Any] | None,
+        storages: Storages = Storages(),
+        **options: Any,
+    ) -> None:
+        specs = storages.specs(workload, has_tiers=tiers is not None)
         if tiers is None:
             self.embeddings = EmbeddingCollection(specs, mesh=mesh, transport="collective", **options)
         else:
-            tiered = [replace(table, storage="tiered") for table in specs]
-            self.embeddings = EmbeddingCollection(tiered, mesh=mesh, tiers=Tiers(**tiers), **options)
+            self.embeddings = EmbeddingCollection(specs, mesh=mesh, tiers=Tiers(**tiers), **options)
             self._write_all()
         self.optimizer = EmbeddingOptimizer(self.embeddings)
 
     def _write_all(self) -> None:
-        """Writes every row, so that none is computed instead of read."""
+        """Writes every tiered row, so that none is computed instead of read."""
         for table in self.embeddings.tables:
-            for piece in self.embeddings.local_rows(table.name):
-                piece.commit()
+            if table.storage == "tiered":
+                for piece in self.embeddings.local_rows(table.name):
+                    piece.commit()
 
     @property
     def received_bytes(self) -> int:
@@ -85,10 +115,15 @@ class Commands:
     """What the benchmark may ask for."""
 
     def __init__(
-        self, workload: Workload, mesh: Mesh, tiers: dict[str, Any] | None = None, num_batches: int = 0
+        self,
+        workload: Workload,
+        mesh: Mesh,
+        tiers: dict[str, Any] | None = None,
+        num_batches: int = 0,
+        storages: dict[str, Any] | None = None,
     ) -> None:
         self._workload, self._mesh = workload, mesh
-        self._tables = {"": Tables(workload, mesh, tiers)}
+        self._tables = {"": Tables(workload, mesh, tiers, Storages(**(storages or {})))}
         self._loss = nn.BCEWithLogitsLoss(reduction="sum")
         batches = make_batches(workload, mesh.rank, mesh.world_size, num_batches or workload.num_batches)
         specs = table_specs(workload)

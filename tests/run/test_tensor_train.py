@@ -1,6 +1,7 @@
 """Training with tensor-train tables, by configuration."""
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from rowmesh.run.placement import wanted_replicas
 from rowmesh.run.resolve import resolve
 from rowmesh.run.tables import table_specs
 from rowmesh.tables import TensorTrain
+from tests.support.pages import blocks
 
 ADAGRAD = 'tables.tensor_train.optimizer.name="adagrad"'
 
@@ -136,3 +138,20 @@ def test_two_ranks_train_and_one_evaluates(config_file, command, pipeline):
     assert again.auc == pytest.approx(trained["auc"], rel=1e-6)
     with pytest.raises(Exception, match=r"table 'C3' is tensor-train cores .* in the checkpoint and dense here"):
         run_evaluation(run, ['tables.C3.storage="dense"'])
+
+
+def test_the_page_has_cores_a_tier_and_dense_tables_behind_a_pipeline(clicks, tmp_path):
+    """Its configuration, for smaller data, trains the model of the loop in turn."""
+    (text,) = (block.text for block in blocks("docs/el_rec.md") if block.language == "toml")
+    (tmp_path / "page.toml").write_text(re.sub(r"^C\d\d\.storage.*\n", "", text, flags=re.MULTILINE))
+    here = [f'data.folder="{clicks.folder}"', "data.batch_size=256", f'tiers.folder="{tmp_path}"', "tiers.direct=false"]
+    small = ["model.bottom=[8]", "model.top=[8]", "train.linear=torch", "train.epochs=1", "tables.dim=4"]
+    small += ["tables.tensor_train.min_rows=100", "tables.tensor_train.rank=2"]
+    found = {}
+    for name, options in {"ahead": (), "in turn": ("pipeline.depth=0",)}.items():
+        config = resolve(tmp_path / "page.toml", [*here, *small, f'run.folder="{tmp_path / name}"', *options])
+        storages = {table.name: table.storage for table in table_specs(config.tables, clicks)}
+        assert (storages["C1"], storages["C3"], storages["C4"]) == ("dense", "tensor_train", "tiered")
+        assert config.pipeline.depth == (2 if name == "ahead" else 0)
+        found[name] = run_training(config)
+    assert found["ahead"] == found["in turn"]
