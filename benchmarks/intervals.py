@@ -12,7 +12,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments in intervals that do not meet, in order.
+    """Joins intervals that meet; returns them in order.
 
     >>> union([(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (3.0, 3.5), (6.0, 6.0)])
     [(0.0, 3.5), (4.0, 5.0)]
@@ -27,7 +27,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def within(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """What lies between two moments; the rest is cut off.
+    """Cuts intervals off at two moments.
 
     >>> within([(0.0, 2.0), (3.0, 4.0)], 1.0, 3.0)
     [(1.0, 2.0)]

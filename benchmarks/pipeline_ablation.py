@@ -114,7 +114,7 @@ def modes(count: int, depths: list[int]) -> dict[str, Mode]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the cable and the wait are set to.
+    """Settings of the cable and the wait.
 
     Attributes:
         rate_bits_per_s: of the cable.

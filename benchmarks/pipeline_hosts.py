@@ -297,7 +297,7 @@ def by_stage(tasks: dict[str, float]) -> dict[str, float]:
 
 
 def predicted_ms(variant: Variant, tasks: dict[str, float], processor: dict[str, float], cores_of_rank: float) -> float:
-    """What a step should take, given what its tasks take in turn; the cable carries one thing at a time.
+    """Predicts a step from what its tasks take in turn; the cable carries one thing at a time.
 
     Args:
         variant: of the pipeline.

@@ -7,7 +7,7 @@ A step is cut into what the paper reports of it:
     retrieval    reading, routing and retrieval; what neither computation nor messages hide is exposed
     other        the rest of the step: updates, averaging the network's gradients, waiting
 
-What of the messages in turn takes longer than all that is computed in turn cannot be hidden (`least_exposed`).
+Messages that take longer in turn than all that is computed in turn cannot be hidden as a whole (`least_exposed`).
 Utilisation is the share of the step in which the network is computed, or the wait that takes its place.
 
 Source: NestPipe §VII-A, metrics (4), utilisation, and (5), exposed communication.

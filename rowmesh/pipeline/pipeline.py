@@ -500,10 +500,14 @@ class Pipeline(Generic[T]):
     def _say_that_it_is_left(self) -> None:
         """Has a loop that is left while it pauses tell so the other ranks, which go on."""
         unused, self._unused = self._unused, None
-        if unused is not None and not self._ends.is_alone:
+        if unused is None:
+            return
+        if not self._ends.is_alone:
             with contextlib.suppress(RowmeshError):
                 self._begin(unused, self._begins_at)
                 self._ends.has_left = True  # nothing is read
+                return
+        self._first += self._begins_at  # of the next loop, as where a run ends
 
     def _last_opened(self, num_given: int) -> int | None:
         """The step that the last batch opened in dynamic tables that stands there, for `DrivenEngine.take_back`.

@@ -234,6 +234,23 @@ def test_a_loop_that_is_left_near_the_end_of_its_data_decides_nothing_more():
     assert mine.known.tolist() == theirs.known.tolist()
 
 
+def test_windows_are_numbered_on_where_a_loop_is_left_while_it_pauses():
+    """Marks of rows name the windows that touched them."""
+    collection, _ = make(Mesh(), "tiered")
+    optimizer, numbers = EmbeddingOptimizer(collection), []
+    with Pipeline(collection, depth=2, verify=True) as pipeline:
+        for _ in range(3):
+            for window in pipeline.windows(batches(0, "tiered")):
+                assert window.window is not None
+                numbers.append(window.window.number)
+                train(window, optimizer)
+                if window.number == 4:
+                    pipeline.pause()
+                    break
+    assert numbers == sorted(set(numbers))
+    assert collection.step_count == 15
+
+
 def test_two_loops_one_after_the_other():
     collection, _ = make(Mesh(), "dynamic")
     optimizer, done = EmbeddingOptimizer(collection), []
