@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -187,3 +187,19 @@ def run_cases(
     for module in asked:
         module.run(report, options)
     report.finish()
+
+
+def draw_file(description: str | None, draw: Callable[[Iterator[Any]], str], arguments: Sequence[str] | None) -> None:
+    """A command that draws a chart of the lines that a benchmark printed.
+
+    Args:
+        description: of the command.
+        draw: makes a chart of lines.
+        arguments: of the command: the file of the lines, and that of the chart.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lines", type=Path)
+    parser.add_argument("chart", type=Path)
+    options = parser.parse_args(arguments)
+    lines = map(json.loads, options.lines.read_text(encoding="utf-8").splitlines())
+    options.chart.write_text(draw(lines), encoding="utf-8")

@@ -10,13 +10,12 @@ Source: NestPipe §VII, Table II and Fig. 8 to 10.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
+
+from benchmarks.command import draw_file
 
 COLUMNS, WIDTH, HEIGHT = 2, 420, 210
 LEFT, RIGHT, TOP, BOTTOM = 34, 10, 26, 22  # margins of a panel
@@ -174,12 +173,7 @@ def _num_rows(panel: Panel) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Reads lines, writes a chart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lines", type=Path)
-    parser.add_argument("chart", type=Path)
-    options = parser.parse_args(arguments)
-    lines = map(json.loads, options.lines.read_text(encoding="utf-8").splitlines())
-    options.chart.write_text(draw(lines), encoding="utf-8")
+    draw_file(__doc__, draw, arguments)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ A panel a case, means over its seeds. Source: EL-Rec (SC'22) Fig. 15.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.command import draw_file
 from benchmarks.curves import Points, chart
 
 SHOWN = "log_loss"
@@ -40,12 +38,7 @@ def mean_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Point
 
 def main(arguments: list[str] | None = None) -> None:
     """Reads lines, writes a chart."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lines", type=Path)
-    parser.add_argument("chart", type=Path)
-    options = parser.parse_args(arguments)
-    lines = map(json.loads, options.lines.read_text(encoding="utf-8").splitlines())
-    options.chart.write_text(chart(mean_curves(lines), "samples"), encoding="utf-8")
+    draw_file(__doc__, lambda lines: chart(mean_curves(lines), "samples"), arguments)
 
 
 if __name__ == "__main__":
