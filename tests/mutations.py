@@ -369,7 +369,7 @@ MUTATIONS = [
     ),
     Mutation(
         "pause: what was decided ahead stands at the end of data",
-        "rowmesh/pipeline/pipeline.py",
+        "rowmesh/pipeline/loop.py",
         "min(num_given, self._ends.num_decided)",
         "self._ends.num_decided",
         PAUSE,

@@ -64,7 +64,7 @@ def test_a_loop_that_cannot_begin_leaves_the_collection_free(monkeypatch):
     collection, optimizer = make()
     pipeline = Pipeline(collection)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline._windows[0], "begin", failing)
+        patch.setattr(pipeline._windows.all[0], "begin", failing)
         with pytest.raises(RowmeshError, match="nothing begins"):
             next(pipeline.windows(items(2)))
     look_up(collection)
