@@ -13,8 +13,7 @@ from rowmesh import AdaGrad, EmbeddingCollection, EmbeddingOptimizer, Mesh, Spar
 from rowmesh.data import Batch
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.mesh.synchronization import Synchronization
-from rowmesh.pipeline import Pipeline, runner
-from rowmesh.pipeline import pipeline as module
+from rowmesh.pipeline import Pipeline, loop, runner
 from rowmesh.tables import Dynamic, Uniform
 from tests.support.ranks import RankPool
 from tests.support.tables import table
@@ -288,7 +287,7 @@ def leave_amid_kernels(mesh, compiles):
                 time.sleep(6.0)
 
     leave(mesh, "collective", "before its step", 1, 1, {1})  # kernels are there
-    with mock.patch.object(module, "_LEAVE_S", 3.0), mock.patch.object(runner, "_CLOSE_S", 3.0):
+    with mock.patch.object(loop, "_LEAVE_S", 3.0), mock.patch.object(runner, "_CLOSE_S", 3.0):
         return leave(mesh, "collective", "before its step", 1, 1, {1}, disturb)
 
 

@@ -17,7 +17,8 @@ from tests.support.scenario import Scenario
 from tests.support.tables import table
 
 TABLES = (table("user", 60, 3, "adam"), table("item", 200, 16, "row_wise_adagrad"))
-STAGES = ("read", "route", "open", "final", "rows", "compute", "gradients", "update")
+TIERED = tuple(replace(spec, storage="tiered") for spec in TABLES)
+STAGES = ("read", "copy", "route", "open", "retrieve", "final", "rows", "compute", "gradients", "norm", "update")
 TIMEOUT_S = 3.0
 
 
@@ -36,13 +37,19 @@ def job(disturb=None, **options):
     return Scenario(tables=TABLES, batch_sizes=(6, 5), num_steps=5, pipeline=sizes | options)
 
 
+def job_with(stage, disturb):
+    """One whose batches pass this stage."""
+    made = job(disturb, copy=pipelines.copied) if stage == "copy" else job(disturb)
+    return replace(made, tables=TIERED if stage == "retrieve" else TABLES, max_norm=1.0 if stage == "norm" else None)
+
+
 def cases(*in_default):
     """All stages and transports; but for some collective ones, only in the slow tests."""
     return [
         pytest.param(stage, transport, marks=() if is_fast else (pytest.mark.slow,))
         for transport in ("collective", "one_sided")
         for stage in STAGES
-        if (stage, transport) != ("final", "one_sided")  # when nothing is done
+        if (stage, transport) not in {("final", "one_sided"), ("retrieve", "one_sided")}  # when nothing is done
         for is_fast in [transport == "collective" and stage in in_default]
     ]
 
@@ -50,7 +57,7 @@ def cases(*in_default):
 @pytest.mark.parametrize("stage, transport", cases("read"))
 def test_an_error_in_any_stage(pool, stage, transport):
     """The rank says what and where; the others, that they waited for it."""
-    ends = pool.run(pipelines.end, job(Fails(stage, 2, "raises")), transport, TIMEOUT_S, world_size=2)
+    ends = pool.run(pipelines.end, job_with(stage, Fails(stage, 2, "raises")), transport, TIMEOUT_S, world_size=2)
     kind, message, elapsed_s, threads = ends[1]
     where = "" if stage == "compute" else f"rank 1 in stage '{stage}' of batch 2: "
     assert (kind, message) == ("DataError", f"{where}made to fail")
@@ -59,7 +66,7 @@ def test_an_error_in_any_stage(pool, stage, transport):
     kind, message, elapsed_s, threads = ends[0]
     assert kind == "PeerError"
     assert re.match(r"rank 0( in stage '\w+' of batch \d+)?: ", message)
-    if stage in ("read", "route"):  # ranks tell each other before the batch
+    if stage in ("read", "copy", "route"):  # ranks tell each other before the batch
         assert "rank 1 could not read batch 2 or make it ready" in message
     elif stage == "compute":  # and, where a loop is left, before its step
         assert "rank 1 left its loop amid batch 2" in message
@@ -72,7 +79,7 @@ def test_an_error_in_any_stage(pool, stage, transport):
 @pytest.mark.parametrize("stage, transport", cases("read", "compute", "update"))
 def test_a_process_that_dies_in_any_stage(pool, stage, transport):
     with pytest.raises(RankError) as caught:
-        pool.run(pipelines.end, job(Fails(stage, 2, "dies")), transport, 60.0, world_size=2)
+        pool.run(pipelines.end, job_with(stage, Fails(stage, 2, "dies")), transport, 60.0, world_size=2)
     assert "exit code -9" in caught.value.failed[1]
     kind, message, elapsed_s, threads = caught.value.returned[0]
     assert kind == "PeerError"

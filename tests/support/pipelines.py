@@ -162,6 +162,11 @@ def train_broken(mesh: Mesh, scenario: Scenario, transport: str, how: str) -> bo
 # Failures
 
 
+def copied(item: Item) -> Item:
+    """A copy of an item."""
+    return replace(item)
+
+
 @dataclass(frozen=True)
 class Fails:
     """Something happens before one task of one rank.
@@ -219,6 +224,8 @@ def _train_alone(rank: int, scenario: Scenario, collection: EmbeddingCollection,
             for place, part in enumerate(window):
                 disturb(Task("compute", number, place))
                 part.embeddings.values.square().sum().backward()
+            if scenario.max_norm is not None:
+                optimizer.clip_grad_norm_(scenario.max_norm)
             optimizer.step()
             began[0] = time.monotonic()
 
