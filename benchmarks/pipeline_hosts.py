@@ -37,12 +37,12 @@ from rowmesh.pipeline.playing import play, step_s
 from rowmesh.pipeline.schedule import Task, make_schedule
 
 MODULE, PEER = "benchmarks.ranks.pipeline", "benchmarks.peers.torchrec_step"
-TARGETS = {20: 1.3, 40: 1.55, 60: 1.6}
-TARGET_EXPOSED, TARGET_MODEL, TARGET_PROCESSOR = 0.15, 0.05, 1.08
+TARGET_PROCESSOR = 1.08
 START_S = 300.0
 NETWORK = ("open", "final", "rows", "gradients", "average")  # tasks that wait for the cable
 WIDTHS = (16, 160)
 MIDDLE = 64
+CORRECTIONS = 3  # of the width, or the wait
 _IN_TURN = ", in turn"
 CLIPPED = "ahead, final rows, clipped"
 
@@ -139,27 +139,29 @@ class Case:
 
     def run(self, share: int) -> None:
         """One share of communication."""
-        network = self._network(share / 100)
-        with ExitStack() as stack:
-            peers = self._peers(stack, network.hidden)
-            for count in self._options.micro_batches:
-                self._compare(share, count, network, peers)
+        for count in self._options.micro_batches:
+            network = self._network(share / 100, count)
+            with ExitStack() as stack:
+                self._compare(share, count, network, self._peers(stack, network.hidden))
 
-    def _network(self, share: float) -> Network:
+    def _network(self, share: float, count: int) -> Network:
         """With which communication is this share of a step in turn: computation is linear in the width."""
-        self._make("calibration", Network(MIDDLE), Variant(overlap=False))
-        self._round("calibration")
-        tasks = self._round("calibration")[0]["tasks"]
-        wanted_s = sum(tasks.get(f"{stage}.0", 0.0) for stage in NETWORK) * (1 - share) / share
         narrow, middle, wide = (
             statistics.median(slowest(self._ranks.ask("compute", hidden=width, steps=4), "step"))
             for width in (WIDTHS[0], MIDDLE, WIDTHS[1])
         )
-        wanted_s -= tasks["compute.0"] - middle  # pooling and the like
-        if self._options.elsewhere:
-            return Network(MIDDLE, round(1e3 * max(wanted_s, 1e-3), 2))
         slope = (wide - narrow) / (WIDTHS[1] - WIDTHS[0])
-        return Network(max(4, round(WIDTHS[0] + (wanted_s - narrow) / slope)))
+        network = Network(MIDDLE, round(1e3 * middle, 2) if self._options.elsewhere else 0.0)
+        for _ in range(CORRECTIONS):
+            self._make("calibration", network, variants(count)["in turn"])
+            self._round("calibration")
+            rounds = [self._round("calibration") for _ in range(2)]
+            longer_s = communication_s(mean_tasks(rounds)) / share - median_step_s(rounds)
+            if self._options.elsewhere:
+                network = replace(network, wait_ms=round(max(network.wait_ms + 1e3 * longer_s, 1.0), 2))
+            else:
+                network = Network(max(4, round(network.hidden + longer_s / slope)))
+        return network
 
     def _compare(self, share: int, count: int, network: Network, peers: list[Contestant]) -> None:
         """Rounds of all pipelines and of the peer, A B A B."""
@@ -188,9 +190,8 @@ class Case:
         rounds: dict[str, Any],
         peer_s: dict[str, list[float]],
     ) -> None:
-        times = {name: median([slowest(each, "step")[0] * 1e3 for each in of]) for name, of in rounds.items()}
-        base = mean_tasks(rounds["in turn"])
-        communication = sum(1e3 * seconds for task, seconds in base.items() if task.split(".")[0] in NETWORK)
+        times = {name: round(1e3 * median_step_s(of), 3) for name, of in rounds.items()}
+        communication = 1e3 * communication_s(mean_tasks(rounds["in turn"]))
         about = {
             "share": share,
             "micro_batches": count,
@@ -278,6 +279,16 @@ def mean_tasks(rounds: list[list[dict[str, Any]]], kind: str = "tasks") -> dict[
     }
 
 
+def communication_s(tasks: dict[str, float]) -> float:
+    """Seconds of the tasks that wait for the cable."""
+    return sum(seconds for task, seconds in tasks.items() if task.split(".")[0] in NETWORK)
+
+
+def median_step_s(rounds: list[list[dict[str, Any]]]) -> float:
+    """Seconds of a step of the slowest rank, in the round in the middle."""
+    return statistics.median(slowest(each, "step")[0] for each in rounds)
+
+
 def processor_ms(rounds: list[list[dict[str, Any]]], num_cores: int) -> float:
     """Milliseconds that so many cores need at least for the processor time of a step of all ranks.
 
@@ -315,8 +326,8 @@ def predicted_ms(variant: Variant, tasks: dict[str, float], processor: dict[str,
         name = f"{task.stage}.{task.part}"
         return min(processor.get(name, 0.0) / tasks[name], 1.0) if tasks.get(name) else 0.0
 
-    network = sum(time_s for name, time_s in tasks.items() if name.split(".")[0] in NETWORK)
-    return 1e3 * max(step_s(play(schedule, seconds, num_turns=12, cores=cores_of_rank, share=share)), network)
+    played_s = step_s(play(schedule, seconds, num_turns=12, cores=cores_of_rank, share=share))
+    return 1e3 * max(played_s, communication_s(tasks))
 
 
 def _integers(text: str) -> list[int]:
