@@ -57,7 +57,10 @@ class Span:
 
 
 def spans_of(levels: Levels, choices: Choices, demand: Demand) -> list[Span]:
-    """Neighbouring rows of one kind as spans; cold ones are cut between whole rounds, so that no slot is lost."""
+    """Neighbouring rows of one kind as spans; cold ones are cut between whole rounds, so that no slot is lost.
+
+    The round in which cold rows change from two hops to one, or back, travels whole: as its rows together cost less.
+    """
     cuts = np.stack([np.zeros_like(levels.hot), levels.hot, levels.copied, demand.lengths])
     lengths = np.diff(cuts, axis=0).T.ravel()
     kind = choices.kind[[HOT, WARM, COLD]].T.ravel()
@@ -73,7 +76,7 @@ def spans_of(levels: Levels, choices: Choices, demand: Demand) -> list[Span]:
         if which == NODE and stop - start == 1:
             which = _of_a_single_row(choices, int(np.searchsorted(demand.starts, start, "right")) - 1)
         spans.append(Span(int(t), int(start) - first, int(stop) - first, int(which)))
-    return _whole_rounds(spans, demand.world_size)
+    return _whole_rounds(spans, choices, demand)
 
 
 def _of_a_single_row(choices: Choices, run: int) -> int:
@@ -81,8 +84,8 @@ def _of_a_single_row(choices: Choices, run: int) -> int:
     return int(choices.kind[HOT if choices.seconds[HOT, run] < choices.seconds[WARM, run] else WARM, run])
 
 
-def _whole_rounds(spans: Sequence[Span], world_size: int) -> list[Span]:
-    cold = (ONE_HOP, TWO_HOP)
+def _whole_rounds(spans: Sequence[Span], choices: Choices, demand: Demand) -> list[Span]:
+    W, cold = demand.world_size, (ONE_HOP, TWO_HOP)
     result: list[Span] = []
     origin = 0
     for span in spans:
@@ -92,11 +95,23 @@ def _whole_rounds(spans: Sequence[Span], world_size: int) -> list[Span]:
             result.append(span)
             continue
         before = result.pop()
-        border = span.start - (span.start - origin) % world_size
-        if border > before.start:
-            result.append(Span(span.table, before.start, border, before.kind))
-        result.append(Span(span.table, border, span.stop, span.kind))
+        down = span.start - (span.start - origin) % W
+        up = min(down + W, span.stop) if down < span.start else down
+        round_ = replace(span, start=down, stop=up)
+        as_before, as_after = (
+            _seconds(replace(round_, kind=kind), choices, demand) for kind in (before.kind, span.kind)
+        )
+        border = up if as_before <= as_after else down
+        result += [replace(before, stop=border)] if border > before.start else []
+        result += [replace(span, start=border)] if border < span.stop else []
     return result
+
+
+def _seconds(span: Span, choices: Choices, demand: Demand) -> float:
+    """What the rows of a span cost together."""
+    first = int(demand.first_row[span.table])
+    rows = np.diff(np.clip(demand.starts, first + span.start, first + span.stop))
+    return float(choices.of_kind[span.kind] @ rows)
 
 
 def memory_bytes(spans: Sequence[Span], demand: Demand) -> int:

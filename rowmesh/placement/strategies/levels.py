@@ -89,12 +89,14 @@ class Choices:
     """Seconds and bytes of a row of each run, at each level.
 
     Attributes:
-        kind: [3, K], how rows of a level travel (`rowmesh.placement.cost`): with two hops where that is cheaper.
+        of_kind: [5, K], seconds by how rows travel (`rowmesh.placement.cost`).
+        kind: [3, K], how rows of a level travel: with two hops where that is cheaper.
         seconds: [3, K].
         extra_bytes: [3, K], over all ranks.
         lengths: [K], rows of each run.
     """
 
+    of_kind: np.ndarray
     kind: np.ndarray
     seconds: np.ndarray
     extra_bytes: np.ndarray
@@ -113,7 +115,7 @@ class Choices:
         if G == 1 or H == 1:
             chosen[WARM] = np.inf
         copies = np.array([0.0, H - 1, W - 1])
-        return Choices(kind, chosen, copies[:, None] * demand.row_bytes[demand.table], demand.lengths)
+        return Choices(seconds, kind, chosen, copies[:, None] * demand.row_bytes[demand.table], demand.lengths)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
-from rowmesh.placement import TableShape
+from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.baselines import partitioned
 from rowmesh.placement.baselines.heuristics import access_greedy, memory_greedy, row_wise
 from rowmesh.placement.profile import Profile
@@ -14,7 +15,7 @@ from rowmesh.placement.strategies.cyclic import search
 from rowmesh.placement.strategies.cyclic_ranges import MAX_HEAD_ROWS
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
-from tests.placement.strategies.problems import power_law
+from tests.placement.strategies.problems import power_law, small
 
 FLAT, NODES = Topology.uniform(8), Topology.grouped(2, 4, 4.21)
 BIG = power_law(sizes=(1_000_000, 300_000, 20_000, 500, 20, 3), samples=10_000_000)
@@ -117,6 +118,22 @@ def test_across_nodes_training_takes_two_hops_instead_of_copies():
     problem = Problem(BIG, NODES, request)
     assert problem.objective(plan) < 0.99 * problem.objective(one_hop)
     assert not any(part.two_hop for table in one_hop.tables for part in table.ranges)
+
+
+def test_two_hop_rows_that_fill_no_round_keep_two_hops():
+    topology, request = Topology.grouped(32, 8, 4.21), Request(batch_size=64, extra_memory=0.0)
+    profile = power_law(sizes=(20_000, 3_000, 400, 100, 7), samples=100_000)
+    problem, plan = Problem(profile, topology, request), search(profile, topology, request)
+    assert problem.objective(plan) <= 1.02 * plan.notes["bound"]
+    assert max(plan.memory_bytes) <= max(Plan.cyclic(profile.shapes, topology.world_size).memory_bytes)
+
+
+@settings(max_examples=100)
+@given(small(mode="train", extra_memory=0.0, max_hops=2, objective="total"))
+def test_no_plan_is_cheaper_without_its_two_hops(case):
+    problem, plan = Problem(*case), search(*case)
+    tables = (replace(t, ranges=tuple(replace(part, two_hop=False) for part in t.ranges)) for t in plan.tables)
+    assert problem.objective(plan) <= problem.objective(replace(plan, tables=tuple(tables))) * (1 + 1e-9)
 
 
 def test_the_slowest_link_is_as_fast_as_unequal_links_allow():
