@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 
-CHUNK = 512
-
 
 def path_matrices(paths: np.ndarray) -> np.ndarray:
     """P [N, M, M] of paths [N, M], where paths[k, i] is the rank from which rank i fetches k.
@@ -53,13 +51,10 @@ def evaluate(
         L: [M, M], the cost of a byte.
     """
     num_ranks = paths.shape[1]
-    stored, looked_up = np.zeros(num_ranks), np.zeros(num_ranks)
-    moved = np.zeros((num_ranks, num_ranks))
-    for first in range(0, len(paths), CHUNK):  # the matrices of all partitions would be gigabytes on many ranks
-        part = slice(first, first + CHUNK)
-        P = path_matrices(paths[part])
-        ones = np.ones(len(P))
-        stored += memory(P, stored_bytes[part])
-        looked_up += lookup_workload(P, ones, read_bytes[part], L)
-        moved += communication(P, ones, read_bytes[part], L)
-    return stored, looked_up, moved
+    moved = np.empty((num_ranks, num_ranks))
+    holds = np.zeros((len(paths), num_ranks), np.bool_)
+    for i in range(num_ranks):  # the matrices of all partitions would be gigabytes on many ranks
+        moved[i] = np.bincount(paths[:, i], read_bytes, num_ranks)
+        holds[np.arange(len(paths)), paths[:, i]] = True
+    stored = stored_bytes @ holds
+    return stored, moved.sum(axis=0) * np.diag(L), moved * L

@@ -31,6 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from rowmesh._support.files.atomic import replacing_file
 from rowmesh._support.suggest import hint
 from rowmesh.errors import ConfigurationError
@@ -327,22 +329,23 @@ class Plan:
 
     def _held(self, bytes_of: Callable[[TablePlan], int]) -> tuple[int, ...]:
         """Bytes of each rank, given those of a row."""
-        total = [0] * self.world_size
+        total = np.zeros(self.world_size, np.int64)
         for replicas in self.replica_counts:
             grid = self.grid(replicas)
-            per_node = grid.ranks_per_node(self.ranks_per_node)
-            held = [
-                sum(
-                    bytes_of(table) * piece.num_slots(shard, grid.shards, per_node)
-                    for table in self.tables
-                    if table.replicas == replicas
-                    for piece in table.ranges
-                )
-                for shard in range(grid.shards)
-            ]
-            for rank in range(self.world_size):
-                total[rank] += held[grid.place(rank)[1]]
-        return tuple(total)
+            per_node, everywhere = grid.ranks_per_node(self.ranks_per_node), 0
+            held = np.zeros(grid.shards, np.int64)
+            for table in self.tables:
+                if table.replicas != replicas:
+                    continue
+                row_bytes = bytes_of(table)
+                for piece in table.ranges:
+                    if piece.rule == "fixed":
+                        held[piece.rank] += row_bytes * len(piece)
+                    else:
+                        everywhere += row_bytes * piece.num_slots(0, grid.shards, per_node)
+            shards = np.array([grid.place(rank)[1] for rank in range(self.world_size)])
+            total += held[shards] + everywhere
+        return tuple(total.tolist())
 
     def table(self, name: str) -> TablePlan:
         """The plan of one table."""

@@ -51,7 +51,7 @@ def search(profile: Profile, topology: Topology, request: Request, threshold: fl
     notes = {
         "threshold": threshold,
         "partitions": len(parts),
-        "paths": judge(parts, paths, topology),
+        "paths": judge(paths, parts.stored_bytes, parts.read_bytes, topology),
         "bound": bound,
         "solver_s": time.perf_counter() - began,
     }

@@ -47,15 +47,19 @@ def search(profile: Profile, topology: Topology, request: Request, threshold: fl
     """
     problem = Problem(profile, topology, request)
     parts, owner, threshold = _balanced(problem, threshold)
-    paths = _paths(problem, parts, owner)
-    everywhere = (paths == np.arange(topology.world_size)).all(axis=1)
-    notes = {"threshold": threshold, "partitions": len(parts), "paths": judge(parts, paths, topology)}
+    if request.training:
+        everywhere, judged = _copied_in_training(problem, parts, owner)
+    else:
+        paths = _paths(problem, parts, owner)
+        everywhere = (paths == np.arange(topology.world_size)).all(axis=1)
+        judged = judge(paths, parts.stored_bytes, parts.read_bytes, topology)
+    notes = {"threshold": threshold, "partitions": len(parts), "paths": judged}
     return problem.plan(parts.ranges(owner, everywhere), "partitioned", notes)
 
 
-def judge(parts: Partitions, paths: np.ndarray, topology: Topology) -> dict[str, Any]:
+def judge(paths: np.ndarray, stored_bytes: np.ndarray, read_bytes: np.ndarray, topology: Topology) -> dict[str, Any]:
     """Equations (1) to (3) for paths [P, W]: fetches alone, values without requests."""
-    stored, looked_up, moved = equations.evaluate(paths, parts.stored_bytes, parts.read_bytes, topology.cost)
+    stored, looked_up, moved = equations.evaluate(paths, stored_bytes, read_bytes, topology.cost)
     links = moved[~np.eye(topology.world_size, dtype=bool)]
     return {
         "total": float(links.sum()),
@@ -94,17 +98,31 @@ def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarra
     return fitting
 
 
-def _paths(problem: Problem, parts: Partitions, owner: np.ndarray) -> np.ndarray:
+def _copied_in_training(problem: Problem, parts: Partitions, owner: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """(the partitions [P] that every rank copies, how the equations judge it); all others stay with their owners.
 
+    Partitions of one owner are judged as one: they have the same path.
+    """
     W, request = problem.topology.world_size, problem.request
-    spare = (problem.limit_bytes - np.bincount(owner, parts.stored_bytes, W)) * problem.allows_copies
-    if not request.training:
-        return duplicate_for_inference(owner, parts.read_bytes, parts.stored_bytes, spare, problem.topology.cost)
     of_row = parts.accesses / (parts.stop - parts.start) / problem.profile.num_samples * request.batch_size
-    copied = pays_in_training(of_row, BANDWIDTH_RATIO, parts.stored_bytes, spare.min())
-    paths = np.repeat(owner[:, None], W, axis=1)
-    paths[copied] = np.arange(W)
-    return paths
+    spare = _spare_bytes(problem, parts, owner).min()
+    copied = pays_in_training(of_row, BANDWIDTH_RATIO, parts.stored_bytes, spare)
+    path = np.where(copied, W, owner)
+    stored, read = (np.bincount(path, of, W + 1) for of in (parts.stored_bytes, parts.read_bytes))
+    ranks = np.arange(W)
+    paths = np.concatenate([np.broadcast_to(ranks[:, None], (W, W)), ranks[None]])
+    return copied | (W == 1), judge(paths, stored, read, problem.topology)
+
+
+def _paths(problem: Problem, parts: Partitions, owner: np.ndarray) -> np.ndarray:
+    spare = _spare_bytes(problem, parts, owner)
+    return duplicate_for_inference(owner, parts.read_bytes, parts.stored_bytes, spare, problem.topology.cost)
+
+
+def _spare_bytes(problem: Problem, parts: Partitions, owner: np.ndarray) -> np.ndarray:
+    """[W], what each rank has left for copies."""
+    W = problem.topology.world_size
+    return (problem.limit_bytes - np.bincount(owner, parts.stored_bytes, W)) * problem.allows_copies
 
 
 def duplicate_for_inference(

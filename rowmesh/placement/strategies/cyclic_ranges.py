@@ -28,6 +28,9 @@ MAX_HEAD_ROWS = 256
 MAX_BLOCKS = 8
 TOLERANCE = 1e-4
 SWEEPS = 4
+SHORT_CYCLE = 128  # ranks up to which all shifts are summed one by one
+ROUNDING = 1e-13
+MOST_NEAR = 16
 RULES: dict[int, RuleName] = {
     ONE_HOP: "cyclic",
     TWO_HOP: "cyclic",
@@ -253,8 +256,7 @@ class _Block:
         W = len(load)
         if self.ranks_per_node:  # copies in all nodes: what counts is the place
             load = np.tile(load.reshape(-1, self.ranks_per_node).mean(axis=0), W // self.ranks_per_node)
-        rolled = self.residues[(np.arange(W) - np.arange(W)[:, None]) % W]
-        self.shift = int(np.argmin(rolled @ load))
+        self.shift = _least_overlap(self.residues, load)
 
     def contribution(self, num_ranks: int) -> np.ndarray:
         own = np.roll(self.residues, self.shift)
@@ -265,6 +267,23 @@ class _Block:
 
     def ranges(self) -> list[RowRange]:
         return [self.span.range(self.shift)]
+
+
+def _least_overlap(residues: np.ndarray, load: np.ndarray) -> int:
+    """The shift s for which Σ residues[(i − s) mod W] · load[i] is least.
+
+    A Fourier transform finds all sums at once, up to its rounding. Those within it of the least are summed again, one
+    by one, so that the shift is the first of the least sums.
+    """
+    W = len(load)
+    if W <= SHORT_CYCLE:
+        rolled = residues[(np.arange(W) - np.arange(W)[:, None]) % W]
+        return int(np.argmin(rolled @ load))
+    uneven, other = residues - residues.mean(), load - load.mean()
+    sums = np.fft.irfft(np.fft.rfft(other) * np.conj(np.fft.rfft(uneven)), W)
+    rounding = ROUNDING * float(np.sqrt((uneven @ uneven) * (other @ other)))
+    near = np.flatnonzero(sums <= sums.min() + rounding)[:MOST_NEAR]
+    return int(near[np.argmin([np.roll(residues, shift) @ load for shift in near.tolist()])])
 
 
 def _uneven_rounds(spans: Sequence[Span], table: _Table, max_rows: int) -> list[_Round]:

@@ -134,7 +134,7 @@ def test_without_copies_the_plan_costs_what_its_paths_cost():
     problem = Problem(profile, topology, request)
     parts = Partitions.cut(profile, problem.demand, 0.001)
     owner = parts.balanced()
-    judged = judge(parts, np.repeat(owner[:, None], 4, axis=1), topology)
+    judged = judge(np.repeat(owner[:, None], 4, axis=1), parts.stored_bytes, parts.read_bytes, topology)
     plan = problem.plan(parts.ranges(owner, np.zeros(len(parts), bool)), "partitioned")
     values = problem.cost(plan).lookup_bytes * topology.cost
     assert judged["total"] == pytest.approx(values.sum())

@@ -1,12 +1,14 @@
 """Cyclic ranges balance owners and cost no memory."""
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rowmesh.placement import Plan, TablePlan
 from rowmesh.placement.cost import ONE_HOP, REPLICATED
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.request import Request
-from rowmesh.placement.strategies.cyclic_ranges import Span, cyclic_ranges, memory_bytes
+from rowmesh.placement.strategies.cyclic_ranges import SHORT_CYCLE, Span, _least_overlap, cyclic_ranges, memory_bytes
 from rowmesh.placement.strategies.levels import LinkCosts, RowBytes
 from rowmesh.placement.topology import Topology
 from tests.placement.strategies.problems import power_law
@@ -59,3 +61,13 @@ def test_what_ranks_already_do_counts():
     started = np.array([1e6, 0, 0, 0.0])
     _, loads, _ = ranges_of((5_000,), 4, started=started)
     assert loads[0] < loads[1:].min()
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3 * SHORT_CYCLE), st.integers(0, 10_000), st.sampled_from([1, 2, 50, None]))
+def test_the_shift_of_a_cycle_is_that_of_all_shifts_tried(world_size, seed, levels):
+    """Among equal ones, the first."""
+    rng = np.random.default_rng(seed)
+    residues, load = rng.random((2, world_size)) if levels is None else rng.integers(0, levels, (2, world_size)) * 1.0
+    every = np.array([np.roll(residues, shift) @ load for shift in range(world_size)])
+    assert _least_overlap(residues, load) == every.argmin()
