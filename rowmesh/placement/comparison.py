@@ -119,7 +119,7 @@ class Comparison:
     def slowest_link(self, candidate: Candidate) -> float:
         """Seconds (or weighted bytes) of a candidate's slowest link in a step."""
         assert candidate.cost is not None
-        return float(candidate.cost.link_seconds(self.problem.topology, self.problem.request.fetch_weight).max())
+        return candidate.cost.seconds(self.problem.topology, self.problem.request.fetch_weight).most
 
 
 def compare(problem: Problem, strategy: str = "auto") -> Comparison:

@@ -12,7 +12,7 @@ a node together with rate n and all ranks with rate U (`rowmesh.placement.demand
                  range takes two hops: u, then n), and U sums with their slots go to all others, the same way back.
 
 Rows are not looked at one by one: arithmetic assigns a run of equal rows to owners, so that 33 M rows take
-milliseconds.
+milliseconds. Nor are matrices of all pairs of ranks kept, which would be gigabytes on thousands of them.
 
 Source: OPER §3.2. Differs: what moves follows from rules instead of a path matrix for each row
 (`rowmesh.placement.equations` has those); deduplication, gradients, copies and two hops are counted.
@@ -20,7 +20,8 @@ Source: OPER §3.2. Differs: what moves follows from rules instead of a path mat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from rowmesh.placement.topology import Topology
 
 SLOT_BYTES = 4
+MOST_PAIRS = 1 << 20  # that are summed up at a time
 
 # How the rows of a range travel; `two_hop` says nothing of `node`.
 ONE_HOP, TWO_HOP, NODE, REPLICATED, REPLICATED_TWO_HOP = range(5)
@@ -41,56 +43,95 @@ ONE_HOP, TWO_HOP, NODE, REPLICATED, REPLICATED_TWO_HOP = range(5)
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """Expected cost of a step. Matrices are [W, W]: what rank i receives from rank j.
+    """Expected cost of a step. Matrices are [W, W]: what rank i receives from rank j; each is made when it is read.
 
     Attributes:
         memory_bytes: [W], rows and optimizer state.
-        lookup_rows: rows that rank j gathers for rank i; the diagonal is what a rank gathers for itself.
-        lookup_bytes: the bytes of those.
-        fetch_bytes: requests and values between ranks; the diagonal is 0.
-        gradient_bytes: gradients and what keeps copies equal; the diagonal is 0.
+        looked_up_rows: rows that rank j gathers for rank i; the diagonal is what a rank gathers for itself.
+        looked_up_bytes: the bytes of those.
+        fetched: bytes of requests and values between ranks; the diagonal is 0.
+        pushed: bytes of gradients and of what keeps copies equal; the diagonal is 0.
         rounds: messages that wait for each other in a step.
     """
 
     memory_bytes: np.ndarray
-    lookup_rows: np.ndarray
-    lookup_bytes: np.ndarray
-    fetch_bytes: np.ndarray
-    gradient_bytes: np.ndarray
+    looked_up_rows: Pairs
+    looked_up_bytes: Pairs
+    fetched: Pairs
+    pushed: Pairs
     rounds: int
+
+    @property
+    def lookup_rows(self) -> np.ndarray:
+        """[W, W], rows that rank j gathers for rank i."""
+        return self.looked_up_rows.matrix()
+
+    @property
+    def lookup_bytes(self) -> np.ndarray:
+        """[W, W], the bytes of those."""
+        return self.looked_up_bytes.matrix()
+
+    @property
+    def fetch_bytes(self) -> np.ndarray:
+        """[W, W], requests and values between ranks."""
+        return self.fetched.matrix()
+
+    @property
+    def gradient_bytes(self) -> np.ndarray:
+        """[W, W], gradients and what keeps copies equal."""
+        return self.pushed.matrix()
 
     @property
     def link_bytes(self) -> np.ndarray:
         """[W, W], what rank i receives from rank j."""
-        return self.fetch_bytes + self.gradient_bytes
+        return (self.fetched + self.pushed).matrix()
+
+    @cached_property
+    def links(self) -> Links:
+        """Bytes of links, summed up."""
+        return Links.of(self.fetched + self.pushed)
+
+    @property
+    def fetched_bytes(self) -> float:
+        """Of requests and values, between all ranks."""
+        return Links.of(self.fetched).total
+
+    @property
+    def pushed_bytes(self) -> float:
+        """Of gradients and what keeps copies equal, between all ranks."""
+        return Links.of(self.pushed).total
 
     @property
     def total_bytes(self) -> float:
         """Between all ranks."""
-        return float(self.link_bytes.sum())
+        return float(self.links.received.sum())
 
-    @property
+    @cached_property
     def lookups(self) -> np.ndarray:
         """[W], rows that each rank gathers, for itself and others."""
-        return self.lookup_rows.sum(axis=0)
+        return Links.of(self.looked_up_rows).sent
 
     def link_seconds(self, topology: Topology, fetch_weight: float = 1.0) -> np.ndarray:
         """[W, W], the bytes of each link times its seconds a byte; the diagonal is 0."""
-        return (fetch_weight * self.fetch_bytes + self.gradient_bytes) * topology.cost
+        return (self.fetched.times(fetch_weight) + self.pushed).matrix() * topology.cost
+
+    def seconds(self, topology: Topology, fetch_weight: float = 1.0) -> Links:
+        """`link_seconds`, summed up without the matrix."""
+        return Links.of(self.fetched.times(fetch_weight) + self.pushed, topology.cost)
 
     def objective(self, topology: Topology, request: Request) -> float:
         """The number that a placement for `request` is judged by: the sum over links, or the slowest."""
-        seconds = self.link_seconds(topology, request.fetch_weight)
-        return float(seconds.max() if request.minimizes_slowest_link else seconds.sum())
+        seconds = self.seconds(topology, request.fetch_weight)
+        return seconds.most if request.minimizes_slowest_link else seconds.total
 
     def step_seconds(self, topology: Topology) -> float:
         """How long the exchange of a step takes at least: the busiest rank's links one by one, its look-ups, and waits.
 
         A rank sends and receives at once, so the greater of both counts.
         """
-        links = self.link_seconds(topology)
-        lookups = self.lookup_bytes.sum(axis=0) * np.diag(topology.cost)
-        busiest = (np.maximum(links.sum(axis=0), links.sum(axis=1)) + lookups).max()
+        links = self.seconds(topology)
+        lookups = Links.of(self.looked_up_bytes).sent * np.diag(topology.cost)
+        busiest = (np.maximum(links.sent, links.received) + lookups).max()
         return float(busiest + self.rounds * topology.latency_s.max())
 
     @property
@@ -105,8 +146,8 @@ class Cost:
 
     def link_balance(self, topology: Topology | None = None) -> float:
         """Least over most of all links between different ranks: bytes, or seconds over a topology."""
-        links = self.link_bytes if topology is None else self.link_seconds(topology)
-        return degree_of_balance(links[~np.eye(len(links), dtype=bool)])
+        links = self.links if topology is None else self.seconds(topology)
+        return links.least / links.most if links.most > 0 else 1.0
 
 
 def degree_of_balance(values: np.ndarray) -> float:
@@ -146,54 +187,47 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     rows, asked = owners.sum(u), owners.sum(n)
     values, values_asked = owners.sum(u * value), owners.sum(n * value)
 
-    fetch = grid.direct(values[ONE_HOP]) + SLOT_BYTES * grid.direct(rows[ONE_HOP]).T
+    fetch = grid.direct(values[ONE_HOP]) + grid.direct(rows[ONE_HOP]).times(SLOT_BYTES).reversed
     fetch += grid.within(values[TWO_HOP] + values[NODE]) + grid.across(values_asked[TWO_HOP])
-    fetch += SLOT_BYTES * (grid.within(rows[TWO_HOP] + rows[NODE]) + grid.across(asked[TWO_HOP])).T
-    gradients = np.zeros((W, W))
+    fetch += (grid.within(rows[TWO_HOP] + rows[NODE]) + grid.across(asked[TWO_HOP])).times(SLOT_BYTES).reversed
+    gradients = grid.direct(np.zeros(W))
     if training:
         gradients = _gradients(owners, grid, u * gradient, n * gradient)
         copied = gradient + SLOT_BYTES
         gradients += _copies(owners, grid, u * copied, n * copied, U * copied)
-    for matrix in (fetch, gradients):
-        np.fill_diagonal(matrix, 0.0)
     return Cost(
         np.array(plan.memory_bytes),
         _lookups(grid, rows, asked),
         _lookups(grid, values, values_asked),
-        fetch,
-        gradients,
+        fetch.without_own(),
+        gradients.without_own(),
         _rounds(plan, training),
     )
 
 
-def _gradients(owners: Owners, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
+def _gradients(owners: Owners, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> Pairs:
     """Gradients of rows that the owner was asked for, so that it knows the slots."""
     single, summed = owners.sum(of_rank), owners.sum(of_node)
     up = grid.direct(single[ONE_HOP]) + grid.within(single[TWO_HOP] + single[NODE]) + grid.across(summed[TWO_HOP])
-    return up.T
+    return up.reversed
 
 
-def _copies(owners: Owners, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> np.ndarray:
+def _copies(owners: Owners, grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> Pairs:
     """Gradients with their slots of rows that have copies: up to the owner, and the sum down to the other holders."""
     single, summed, union = owners.sum(of_rank), owners.sum(of_node), owners.sum(of_world)
     through = summed[NODE] + summed[REPLICATED_TWO_HOP]
     up = grid.direct(single[REPLICATED]) + grid.within(single[REPLICATED_TWO_HOP]) + grid.across(through)
     down = grid.direct(union[REPLICATED]) + grid.within(union[REPLICATED_TWO_HOP])
-    return up.T + down + grid.across(union[NODE] + union[REPLICATED_TWO_HOP])
+    return up.reversed + down + grid.across(union[NODE] + union[REPLICATED_TWO_HOP])
 
 
-def _lookups(grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> np.ndarray:
-    """[W, W], what rank j gathers for rank i: as holder, or as node leader for the others of its node."""
+def _lookups(grid: _Grid, of_rank: np.ndarray, of_node: np.ndarray) -> Pairs:
+    """What rank j gathers for rank i: as holder, or as node leader for the others of its node."""
     leaders = grid.within(of_rank[TWO_HOP])
-    np.fill_diagonal(leaders, of_rank[TWO_HOP])
-    everywhere = np.eye(grid.num_ranks) * (of_rank[REPLICATED] + of_rank[REPLICATED_TWO_HOP]).sum()
-    return (
-        grid.direct(of_rank[ONE_HOP])
-        + leaders
-        + grid.across(of_node[TWO_HOP])
-        + grid.within(of_rank[NODE])
-        + everywhere
-    )
+    own = of_rank[TWO_HOP] - leaders.diagonal
+    everywhere = (of_rank[REPLICATED] + of_rank[REPLICATED_TWO_HOP]).sum()
+    found = grid.direct(of_rank[ONE_HOP]) + leaders + grid.across(of_node[TWO_HOP]) + grid.within(of_rank[NODE])
+    return replace(found, diagonal=found.diagonal + own + everywhere)
 
 
 def _rounds(plan: Plan, training: bool) -> int:
@@ -255,25 +289,150 @@ class Owners:
         return everywhere[:, None] + line[:, :W] + line[:, W:] + fixed.reshape(5, W)
 
 
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """A number of each pair of ranks, [W, W], rank i from rank j: the sum of what both add to links of a kind.
+
+    Attributes:
+        ranks_per_node: G.
+        every: [2, W], to all pairs: what j adds, then what i adds.
+        within: [2, W], to those within a node.
+        across: [2, W], to those of one place in different nodes.
+        diagonal: [W], instead of the sums.
+    """
+
+    ranks_per_node: int
+    every: np.ndarray
+    within: np.ndarray
+    across: np.ndarray
+    diagonal: np.ndarray
+
+    @property
+    def num_ranks(self) -> int:
+        """W."""
+        return len(self.diagonal)
+
+    @property
+    def reversed(self) -> Pairs:
+        """Rank j from rank i."""
+        return replace(self, every=self.every[::-1], within=self.within[::-1], across=self.across[::-1])
+
+    def __add__(self, other: Pairs) -> Pairs:
+        return Pairs(
+            self.ranks_per_node,
+            self.every + other.every,
+            self.within + other.within,
+            self.across + other.across,
+            self.diagonal + other.diagonal,
+        )
+
+    def times(self, factor: float) -> Pairs:
+        """All numbers times a factor."""
+        return Pairs(
+            self.ranks_per_node,
+            factor * self.every,
+            factor * self.within,
+            factor * self.across,
+            factor * self.diagonal,
+        )
+
+    def without_own(self) -> Pairs:
+        """The same between different ranks."""
+        return replace(self, diagonal=np.zeros(self.num_ranks))
+
+    def matrix(self) -> np.ndarray:
+        """[W, W]."""
+        return self.node_rows(0, self.num_ranks // self.ranks_per_node)
+
+    def node_rows(self, first: int, last: int) -> np.ndarray:
+        """The rows of the ranks of some nodes, [(last − first) · G, W]."""
+        W, G = self.num_ranks, self.ranks_per_node
+        own = slice(first * G, last * G)
+        found = self.every[1, own, None] + self.every[0]
+        nodes, by_node = np.arange(last - first), found.reshape(last - first, G, W // G, G)
+        by_node[nodes, :, first + nodes] += self.within[1, own].reshape(-1, G, 1) + self.within[0, own].reshape(
+            -1, 1, G
+        )
+        places, across = np.arange(G), self.across.reshape(2, -1, G)
+        added = across[1, first:last, None] + across[0]  # [nodes, H, G]
+        added[nodes, first + nodes] = 0.0
+        by_node[:, places, :, places] += added.transpose(2, 0, 1)
+        np.fill_diagonal(found[:, own], self.diagonal[own])
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """What links come to: sums by rank, the least and the most of links between different ranks.
+
+    Attributes:
+        received: [W], of each rank from all, itself included.
+        sent: [W].
+        least: of a link between different ranks; 0 where there is none.
+        most: of any link.
+    """
+
+    received: np.ndarray
+    sent: np.ndarray
+    least: float
+    most: float
+
+    @property
+    def total(self) -> float:
+        """Of all links."""
+        return float(self.received.sum())
+
+    @staticmethod
+    def of(pairs: Pairs, cost: np.ndarray | None = None) -> Links:
+        """Some nodes at a time, since a matrix of all pairs is large on many ranks.
+
+        Args:
+            pairs: of ranks.
+            cost: [W, W], what each is multiplied by.
+        """
+        W, G = pairs.num_ranks, pairs.ranks_per_node
+        received, sent, least, most = np.zeros(W), np.zeros(W), np.inf, -np.inf
+        step = max(MOST_PAIRS // (W * G), 1)
+        for first in range(0, W // G, step):
+            last = min(first + step, W // G)
+            own = slice(first * G, last * G)
+            values = pairs.node_rows(first, last)
+            if cost is not None:
+                values *= cost[own]
+            received[own] = values.sum(axis=1)
+            sent += values.sum(axis=0)
+            most = max(most, float(values.max()))
+            np.fill_diagonal(values[:, own], np.inf)
+            least = min(least, float(values.min()))
+        return Links(received, sent, least if W > 1 else 0.0, most)
+
+
 @dataclass(frozen=True)
 class _Grid:
-    """Spreads numbers of owners, [W], over the pairs of ranks that move them, [W, W]: rank i from rank j."""
+    """Spreads numbers of owners, [W], over the pairs of ranks that move them."""
 
     num_ranks: int
     ranks_per_node: int
 
-    def direct(self, of_owner: np.ndarray) -> np.ndarray:
+    def direct(self, of_owner: np.ndarray) -> Pairs:
         """Every rank from every owner."""
-        return np.broadcast_to(of_owner, (self.num_ranks, self.num_ranks)).copy()
+        return replace(self._none, every=_by_sender(of_owner), diagonal=of_owner)
 
-    def within(self, of_owner: np.ndarray) -> np.ndarray:
+    def within(self, of_owner: np.ndarray) -> Pairs:
         """Every rank from its node leaders, for all owners at their place."""
         H = self.num_ranks // self.ranks_per_node
-        of_place = of_owner.reshape(H, self.ranks_per_node).sum(axis=0)
-        return np.kron(np.eye(H), np.broadcast_to(of_place, (self.ranks_per_node, self.ranks_per_node)))
+        of_place = np.tile(of_owner.reshape(H, self.ranks_per_node).sum(axis=0), H)
+        return replace(self._none, within=_by_sender(of_place), diagonal=of_place)
 
-    def across(self, of_owner: np.ndarray) -> np.ndarray:
+    def across(self, of_owner: np.ndarray) -> Pairs:
         """Node leaders from owners: ranks of the same place in other nodes."""
-        place = np.arange(self.num_ranks) % self.ranks_per_node
-        node = np.arange(self.num_ranks) // self.ranks_per_node
-        return ((place[:, None] == place) & (node[:, None] != node)) * of_owner
+        return replace(self._none, across=_by_sender(of_owner))
+
+    @property
+    def _none(self) -> Pairs:
+        zeros = np.zeros((2, self.num_ranks))
+        return Pairs(self.ranks_per_node, zeros, zeros, zeros, zeros[0])
+
+
+def _by_sender(values: np.ndarray) -> np.ndarray:
+    return np.stack([values, np.zeros_like(values)])

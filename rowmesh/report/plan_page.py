@@ -123,10 +123,10 @@ def _comparison_row(comparison: Comparison, candidate: Candidate) -> str:
     cells = [
         (bytes_text(cost.memory_bytes.max()), candidate.complaint or _balance_text(cost.memory_balance)),
         (f"{cost.lookups.max():,.0f} rows", _balance_text(cost.lookup_balance)),
-        (bytes_text(cost.fetch_bytes.sum()), ""),
-        (bytes_text(cost.gradient_bytes.sum()), ""),
+        (bytes_text(cost.fetched_bytes), ""),
+        (bytes_text(cost.pushed_bytes), ""),
         (bytes_text(cost.total_bytes), ""),
-        (bytes_text(cost.link_bytes.max()), _balance_text(cost.link_balance())),
+        (bytes_text(cost.links.most), _balance_text(cost.link_balance())),
         (comparison.cost_text(candidate.objective), comparison.more_text(candidate).replace("%", " %")),
     ]
     bad = [bool(candidate.complaint)] + [False] * (len(cells) - 1)
@@ -182,7 +182,7 @@ class _Scales:
         return _Scales(
             scale(lambda cost: cost.memory_bytes, comparison.problem.limit_bytes),
             scale(lambda cost: cost.lookups),
-            scale(lambda cost: cost.link_bytes.sum(axis=1)),
+            scale(lambda cost: cost.links.received),
             scale(lambda cost: cost.link_bytes),
         )
 
@@ -192,10 +192,10 @@ def _strategy_card(comparison: Comparison, candidate: Candidate, scales: _Scales
     assert cost is not None
     chosen = candidate is comparison.chosen
     complaint = f'<span class="bad">{escape(candidate.complaint)}</span>' if candidate.complaint else ""
-    received = cost.link_bytes.sum(axis=1)
+    received = cost.links.received
     sizes = [bytes_text(value) for value in cost.memory_bytes]
     rows = [f"{value:,.0f} rows" for value in cost.lookups]
-    most = f"{bytes_text(cost.link_bytes.max())} on the busiest link"
+    most = f"{bytes_text(cost.links.most)} on the busiest link"
     measures = [
         measure("memory", sizes, cost.memory_bytes.tolist())
         + bars(cost.memory_bytes.tolist(), scales.memory, sizes, problem.limit_bytes),
@@ -212,7 +212,7 @@ def _strategy_card(comparison: Comparison, candidate: Candidate, scales: _Scales
 
 def _link_scale_text(comparison: Comparison) -> str:
     end = _Scales.of(comparison).link
-    most = max(float(each.cost.link_bytes.max()) for each in comparison.candidates if each.cost is not None)
+    most = max(float(each.cost.links.most) for each in comparison.candidates if each.cost is not None)
     return bytes_text(end) + (" or more," if most > end else "")
 
 

@@ -77,8 +77,8 @@ class Printer:
         columns = {
             "memory": ([*map(bytes_text, cost.memory_bytes)], cost.memory_bytes),
             "look-ups a step": ([f"{rows:,.0f}" for rows in cost.lookups], cost.lookups),
-            "received a step": _column(cost.link_bytes.sum(axis=1)),
-            "sent a step": _column(cost.link_bytes.sum(axis=0)),
+            "received a step": _column(cost.links.received),
+            "sent a step": _column(cost.links.sent),
         }
         table = self.table("rank", *columns)
         if comparison.plan.world_size <= MAX_RANKS:
@@ -145,10 +145,10 @@ def _numbers(comparison: Comparison, candidate: Candidate) -> list[str]:
     return [
         f"{bytes_text(cost.memory_bytes.max())} ({cost.memory_balance:.3f})",
         f"{cost.lookups.max():,.0f} ({cost.lookup_balance:.3f})",
-        bytes_text(cost.fetch_bytes.sum()),
-        bytes_text(cost.gradient_bytes.sum()),
+        bytes_text(cost.fetched_bytes),
+        bytes_text(cost.pushed_bytes),
         bytes_text(cost.total_bytes),
-        f"{bytes_text(cost.link_bytes.max())} ({cost.link_balance():.3f})",
+        f"{bytes_text(cost.links.most)} ({cost.link_balance():.3f})",
         comparison.cost_text(candidate.objective),
         "too big" if candidate.over_bytes else comparison.more_text(candidate),
     ]

@@ -86,11 +86,11 @@ def _ranked(compared: dict[str, dict[str, Any]]) -> list[str]:
 
 def _numbers(problem: Problem, plan: Plan) -> dict[str, Any]:
     cost = problem.cost(plan)
-    seconds = cost.link_seconds(problem.topology, problem.request.fetch_weight)
+    seconds = cost.seconds(problem.topology, problem.request.fetch_weight)
     return {
-        "objective": cost.objective(problem.topology, problem.request),
-        "total": float(seconds.sum()),
-        "slowest_link": float(seconds.max()),
+        "objective": seconds.most if problem.request.minimizes_slowest_link else seconds.total,
+        "total": seconds.total,
+        "slowest_link": seconds.most,
         "bytes": cost.total_bytes,
         "memory_bytes": int(max(plan.memory_bytes)),
         "lookup_balance": cost.lookup_balance,
