@@ -95,9 +95,9 @@ class PlanOptions:
     fetch_weight: float | None = None
     count_batches: bool = False
 
-    def request(self, config: Config, world_size: int, tables: Sequence[TableSpec] = ()) -> Request:
-        """The request for as many ranks; cores and dynamic tables take their part of a rank's memory."""
-        request = request_of(config, world_size)
+    def request(self, config: Config, topology: Topology, tables: Sequence[TableSpec] = ()) -> Request:
+        """The request for the ranks of a topology; cores and dynamic tables take their part of a rank's memory."""
+        request, world_size = request_of(config, topology), topology.world_size
         if self.memory is not None and self.extra_memory is not None:
             raise ConfigurationError("--memory and --extra-memory both limit a rank's memory; give one of them")
         return replace(
@@ -259,7 +259,7 @@ class _Question:
     def answer(self, topology: Topology) -> None:
         """Plans, prints, and reports what cores would save if an option asks for it."""
         tables, printer = table_specs(self.config.tables, self.data), Printer()
-        request = self.options.request(self.config, topology.world_size, tables)
+        request = self.options.request(self.config, topology, tables)
         cored = [table for table in tables if not table.stores_rows]
         if cored:
             printer.write(

@@ -11,6 +11,9 @@ a node together with rate n and all ranks with rate U (`rowmesh.placement.demand
     replicated   nothing is fetched. In training u gradients with their slots go to the owner (through leaders where the
                  range takes two hops: u, then n), and U sums with their slots go to all others, the same way back.
 
+Where messages are rounded to bfloat16, values and gradients on their way to an owner take half their bytes. The sums
+that an owner returns are not rounded, so that copies stay equal to it, nor is what a rank looks up.
+
 Rows are not looked at one by one: arithmetic assigns a run of equal rows to owners, so that 33 M rows take
 milliseconds. Nor are matrices of all pairs of ranks kept, which would be gigabytes on thousands of them.
 
@@ -171,9 +174,7 @@ def cost_of(plan: Plan, profile: Profile, request: Request) -> Cost:
         >>> cost.fetch_bytes.tolist()  # half of rank 1's accesses to rows 0 and 2, whose requests rank 0 receives
         [[0.0, 26.5], [41.5, 0.0]]
     """
-    demand = Demand.of(
-        profile, plan.world_size, plan.ranks_per_node, request.batch_size, deduplicated=request.deduplicated
-    )
+    demand = Demand.of(profile, plan.world_size, plan.ranks_per_node, request)
     return cost_under(plan, demand, training=request.training)
 
 
@@ -183,7 +184,8 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     owners = Owners.of(plan, demand)
     grid = _Grid(W, G)
     u, n, U = demand.rank, demand.node, demand.world
-    value, gradient = demand.value_bytes[demand.table], demand.gradient_bytes[demand.table]
+    read, summed = demand.value_bytes[demand.table], demand.gradient_bytes[demand.table]
+    value, gradient = demand.sent_value_bytes[demand.table], demand.sent_gradient_bytes[demand.table]
     rows, asked = owners.sum(u), owners.sum(n)
     values, values_asked = owners.sum(u * value), owners.sum(n * value)
 
@@ -194,11 +196,11 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     if training:
         gradients = _gradients(owners, grid, u * gradient, n * gradient)
         copied = gradient + SLOT_BYTES
-        gradients += _copies(owners, grid, u * copied, n * copied, U * copied)
+        gradients += _copies(owners, grid, u * copied, n * copied, U * (summed + SLOT_BYTES))
     return Cost(
         np.array(plan.memory_bytes),
         _lookups(grid, rows, asked),
-        _lookups(grid, values, values_asked),
+        _lookups(grid, owners.sum(u * read), owners.sum(n * read)),
         fetch.without_own(),
         gradients.without_own(),
         _rounds(plan, training),

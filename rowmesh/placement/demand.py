@@ -16,6 +16,7 @@ from rowmesh.placement.plan import TableShape
 
 if TYPE_CHECKING:
     from rowmesh.placement.profile import Profile
+    from rowmesh.placement.request import Request
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class Demand:
         world: float64 [K], the chance that any rank does.
         world_size: W.
         ranks_per_node: G.
+        is_rounded: whether values and gradients travel as bfloat16; sums of copies do not.
     """
 
     shapes: tuple[TableShape, ...]
@@ -47,12 +49,12 @@ class Demand:
     world: np.ndarray
     world_size: int
     ranks_per_node: int
+    is_rounded: bool = False
 
     @staticmethod
-    def of(
-        profile: Profile, world_size: int, ranks_per_node: int, batch_size: int, *, deduplicated: bool = True
-    ) -> Demand:
-        """The demand of batches of `batch_size` samples a rank."""
+    def of(profile: Profile, world_size: int, ranks_per_node: int, request: Request) -> Demand:
+        """The demand of batches of `request.batch_size` samples a rank."""
+        batch_size, deduplicated = request.batch_size, request.deduplicated
         G, tables = ranks_per_node, range(len(profile.tables))
         first_row = np.cumsum([0] + [table.shape.num_rows for table in profile.tables])
         lengths = np.concatenate([table.lengths for table in profile.tables])
@@ -76,6 +78,7 @@ class Demand:
             presence(batch_size * world_size),
             world_size,
             ranks_per_node,
+            request.wire_dtype == "bfloat16",
         )
 
     @cached_property
@@ -92,6 +95,16 @@ class Demand:
     def gradient_bytes(self) -> np.ndarray:
         """Bytes of a row's gradient, [T]."""
         return np.array([shape.gradient_bytes for shape in self.shapes], np.float64)
+
+    @property
+    def sent_gradient_bytes(self) -> np.ndarray:
+        """Bytes of a row's gradient in a message to its owner, [T]."""
+        return self.gradient_bytes / 2 if self.is_rounded else self.gradient_bytes
+
+    @property
+    def sent_value_bytes(self) -> np.ndarray:
+        """Bytes of a row's value in a message, [T]; one that is stored as bfloat16 travels as it is."""
+        return np.minimum(self.value_bytes, self.sent_gradient_bytes) if self.is_rounded else self.value_bytes
 
     @cached_property
     def row_bytes(self) -> np.ndarray:

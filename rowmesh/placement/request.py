@@ -11,6 +11,7 @@ from rowmesh.placement.plan import Plan, TableShape
 
 Mode = Literal["train", "infer"]
 Objective = Literal["auto", "total", "slowest_link"]
+WireDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Request:
             gradients can be sent behind its back: above 1, copies that take fetches off the critical path may pay even
             though they move more bytes.
         time_limit_s: for the exact strategies.
+        wire_dtype: how values and gradients travel in messages; `bfloat16` where a run rounds them to half their bytes.
 
     Example:
         >>> Request(batch_size=512, extra_memory=0.1).limit_bytes([TableShape("item", 100, 64, 64, 4)], world_size=4)
@@ -48,6 +50,7 @@ class Request:
     max_hops: int = 2
     fetch_weight: float = 1.0
     time_limit_s: float = 30.0
+    wire_dtype: WireDtype = "float32"
 
     def __post_init__(self) -> None:
         wrong = {
@@ -59,6 +62,7 @@ class Request:
             "max_hops": self.max_hops not in (1, 2),
             "fetch_weight": not self.fetch_weight > 0,
             "time_limit_s": not self.time_limit_s > 0,
+            "wire_dtype": self.wire_dtype not in get_args(WireDtype),
         }
         allowed = {
             "batch_size": "at least 1",
@@ -69,6 +73,7 @@ class Request:
             "max_hops": "1 or 2",
             "fetch_weight": "above 0",
             "time_limit_s": "above 0",
+            "wire_dtype": f"one of {list(get_args(WireDtype))}",
         }
         for name, is_wrong in wrong.items():
             if is_wrong:

@@ -157,9 +157,7 @@ class _Part:
     def of(whole: Plan, replicas: int, profile: Profile, request: Request) -> _Part:
         plan = whole.part(replicas)
         profile = restricted(profile, plan)
-        demand = Demand.of(
-            profile, plan.world_size, plan.ranks_per_node, request.batch_size, deduplicated=request.deduplicated
-        )
+        demand = Demand.of(profile, plan.world_size, plan.ranks_per_node, request)
         return _Part(plan, whole.grid(replicas), profile, demand, Owners.of(plan, demand))
 
     def cost(self, request: Request) -> Cost:

@@ -122,11 +122,12 @@ def facts(problem: Problem, title: str) -> list[str]:
     batches = " and of their batches" if problem.profile.batch_size else ""
     objective = "the slowest link" if request.minimizes_slowest_link else "the sum over links"
     links = f"{topology.num_nodes} × {topology.ranks_per_node} ({topology.name})"
+    rounded = "; values and gradients travel as bfloat16" if request.wire_dtype == "bfloat16" else ""
     source = " ".join(topology.source.split()).partition(". ")[0]
     return [
         f"tables    {title}: {len(problem.shapes)} tables, {num_rows:,} rows; {counted}{batches}",
         f"ranks     {topology.world_size} = {links}; {source}",
-        f"step      {request.batch_size:,} samples a rank, {request.mode}; minimized: {objective}",
+        f"step      {request.batch_size:,} samples a rank, {request.mode}; minimized: {objective}{rounded}",
     ]
 
 

@@ -68,7 +68,12 @@ def tables_of(record: RunRecord) -> Tables:
         return Tables(list(_facts(record, plan, profile)), None, "a step with replicas is predicted by rowmesh plan")
     if plan.world_size == 1:
         return Tables(list(_facts(record, plan, profile)), None, "there is one rank")
-    request = Request(batch_size=-(-int(record.setting("data.batch_size", 4096)) // plan.world_size))
+    # Where ranks read each other's memory, nothing is rounded.
+    is_rounded = record.about.get("transport") == "collective" and record.setting("parallel.wire_dtype") == "bfloat16"
+    request = Request(
+        batch_size=-(-int(record.setting("data.batch_size", 4096)) // plan.world_size),
+        wire_dtype="bfloat16" if is_rounded else "float32",
+    )
     return Tables(list(_facts(record, plan, profile)), cost_of(plan, profile, request).total_bytes)
 
 

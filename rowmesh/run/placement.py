@@ -14,7 +14,7 @@ from rowmesh.mesh.grid import Together
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.comparison import compare
-from rowmesh.placement.request import Request
+from rowmesh.placement.request import Request, WireDtype
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import plan_levels
 from rowmesh.placement.topology import Topology
@@ -138,7 +138,7 @@ def problem_of(
         request: what to plan for; by default the request of the configuration.
         count_batches: read all batches once to count how many hold each row.
     """
-    request = request or request_of(config, topology.world_size)
+    request = request or request_of(config, topology)
     batch_size = request.batch_size if count_batches else None
     profile = profile_prepared(
         data, placed_shapes(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
@@ -146,9 +146,21 @@ def problem_of(
     return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)
 
 
-def request_of(config: Config, world_size: int) -> Request:
-    """The request that a configuration makes of a plan."""
-    return Request(batch_size=-(-chosen(config.data.batch_size) // world_size), **shared(config.placement, Request))
+def request_of(config: Config, topology: Topology) -> Request:
+    """The request that a configuration makes of a plan for the ranks of a topology."""
+    return Request(
+        batch_size=-(-chosen(config.data.batch_size) // topology.world_size),
+        wire_dtype=_wire_dtype(config, topology),
+        **shared(config.placement, Request),
+    )
+
+
+def _wire_dtype(config: Config, topology: Topology) -> WireDtype:
+    """How rows travel: nothing is rounded where ranks read each other's memory, as "auto" has them on one host."""
+    transport = config.parallel.transport
+    is_auto_in_messages = transport == "auto" and (topology.num_nodes > 1 or config.train.device != "cpu")
+    in_messages = transport == "collective" or config.tables.caches_rows or is_auto_in_messages
+    return config.parallel.wire_dtype if in_messages else "float32"
 
 
 def shapes_of(config: Config, data: TableData) -> list[TableShape]:

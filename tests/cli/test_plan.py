@@ -153,6 +153,20 @@ def test_mistakes_are_one_message(run, options, message):
     assert text.count("\n") == 1
 
 
+def test_messages_in_bfloat16_are_known_to_the_plan(run):
+    """Values and gradients are half as wide, where they travel in messages: not between the ranks of one host."""
+    asked = ["--ranks", 4, "--strategy", "row_wise"]
+    narrow = "parallel.wire_dtype=bfloat16"
+    apart = [run(*asked, "--ranks-per-node", 2, *more) for more in ((), (narrow,))]
+    costs = [re.findall(r"^row_wise, as asked for: a step costs ([\d.]+) ([kM]B) ", out, re.MULTILINE) for out in apart]
+    ((whole, unit),), ((less, _),) = costs
+    assert unit == "kB"
+    assert float(less) / float(whole) == pytest.approx((4 + 32 + 32) / (4 + 64 + 64), rel=0.01)
+    assert "; values and gradients travel as bfloat16" in apart[1]
+    assert run(*asked, narrow) == run(*asked)
+    assert "travel as bfloat16" in run(*asked, narrow, "parallel.transport=collective")
+
+
 def test_links_are_measured_on_the_running_mesh(config_file, ranks, tmp_path):
     files = ["--out", str(tmp_path / "plan.json"), "--topology-out", str(tmp_path / "links.toml")]
     done = run_on(ranks, ["plan", str(config_file), "--measure", "--strategy", "cyclic", *files], ranks=2)

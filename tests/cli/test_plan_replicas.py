@@ -23,6 +23,16 @@ def test_each_number_and_arrangement_is_a_line_and_the_plan_is_written(run, tmp_
     assert max(map(len, out.splitlines())) <= max(160, len(plan.notes["why"]))
 
 
+def test_messages_in_bfloat16_make_rows_cheaper_and_not_sums(run):
+    asked = ("--topology", "2x4", "--replicas", "1,2")
+    whole, narrow = (run(*asked, *more) for more in ((), ("parallel.wire_dtype=bfloat16",)))
+    lines = [
+        [line for line in out.splitlines() if re.match(r"^ (→|  )? *(1|2) +all ", line)] for out in (whole, narrow)
+    ]
+    assert lines[0] != lines[1]
+    assert "values and gradients travel as bfloat16" in narrow
+
+
 def test_a_number_alone_is_taken(run, tmp_path):
     out = run(
         "--ranks",

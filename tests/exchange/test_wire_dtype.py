@@ -2,11 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from rowmesh import SGD, EmbeddingCollection, EmbeddingOptimizer, SparseBatch, TableSpec
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
+from rowmesh.placement.cost import cost_of
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
 from tests.support.plans import RULES, make_plan
 from tests.support.scenario import Scenario
 from tests.support.tables import several, table
@@ -69,6 +74,42 @@ def test_equals_a_transcription(ranks, world_size):
             total += torch.where(away, gradient.bfloat16().float(), gradient)
         rows = rows - 0.5 * total / world_size
     torch.testing.assert_close(whole(parts, 2), rows, rtol=1e-6, atol=1e-6)
+
+
+def train_on_all_rows(mesh, tables, plan):
+    """Every rank reads every row: the bytes that it sent in a step, of all groups."""
+    mesh = replace(mesh, hosts=tuple(f"host {rank // plan.ranks_per_node}" for rank in range(mesh.world_size)))
+    collection = EmbeddingCollection(tables, mesh=mesh, transport="collective", plan=plan, wire_dtype=torch.bfloat16)
+    optimizer = EmbeddingOptimizer(collection)
+    batch = SparseBatch.from_bags({spec.name: [list(range(spec.num_rows))] for spec in tables})
+    for _ in range(STEPS):
+        collection(batch).values.sum().backward()
+        optimizer.step()
+    sent = sum(counters.bytes_sent for counters in collection.counters)
+    collection.close()
+    return sent / STEPS
+
+
+@pytest.mark.parametrize(
+    ("ranges", "num_nodes"),
+    [
+        ((RowRange(0, 1200), RowRange(1200, 2400, "replicated")), 1),
+        ((RowRange(0, 1200, two_hop=True), RowRange(1200, 2400, "replicated", two_hop=True)), 2),
+        ((RowRange(0, 1200, "node"), RowRange(1200, 2400)), 2),
+    ],
+)
+def test_bytes_are_those_that_the_cost_model_predicts(ranks, ranges, num_nodes):
+    """Values and gradients narrow, also of rows that are stored as bfloat16; sums of copies whole."""
+    tables = (table("a", 2400, 16, "row_wise_adagrad"), table("b", 2400, 4, "sgd", dtype=torch.bfloat16))
+    shapes = [TableShape.of(spec) for spec in tables]
+    plan = Plan(tuple(TablePlan(shape, ranges) for shape in shapes), 2 * num_nodes, 2)
+    counted = ranks.run(train_on_all_rows, tables, plan, world_size=plan.world_size)
+    accesses = {spec.name: np.full(spec.num_rows, 100) for spec in tables}  # so many that every rank wants each
+    profile = Profile.from_counts(accesses, shapes, num_samples=1)
+    narrow, whole = (cost_of(plan, profile, Request(batch_size=1, wire_dtype=wire)) for wire in ("bfloat16", "float32"))
+    assert counted == pytest.approx(narrow.link_bytes.sum(axis=0), rel=0.02)
+    assert narrow.total_bytes < 0.9 * whole.total_bytes
+    assert narrow.lookup_bytes.tolist() == whole.lookup_bytes.tolist()  # what stays on a rank is as wide as before
 
 
 def test_half_the_bytes_travel(ranks):

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from rowmesh.placement import TableShape
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
 
 
 def demand_of(*counts, deduplicated=True, num_samples=100):
     shapes = [TableShape(f"t{index}", len(values), 8, 8, 4) for index, values in enumerate(counts)]
     profile = Profile.from_counts({f"t{i}": values for i, values in enumerate(counts)}, shapes, num_samples)
-    return Demand.of(profile, 4, 2, 5, deduplicated=deduplicated)
+    return Demand.of(profile, 4, 2, Request(batch_size=5, deduplicated=deduplicated))
 
 
 def test_tables_lie_end_to_end():

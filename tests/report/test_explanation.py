@@ -131,6 +131,7 @@ def cases(draw):
         deduplicated=draw(st.booleans()),
         fetch_weight=draw(st.sampled_from([1.0, 3.0])),
         max_hops=draw(st.sampled_from([1, 2])),
+        wire_dtype=draw(st.sampled_from(["float32", "bfloat16"])),
     )
     tables = []
     for shape in shapes:

@@ -26,6 +26,17 @@ def test_what_the_plan_predicts_is_what_is_counted(run):
     assert record.traffic.bytes_per_step / tables.predicted_bytes == pytest.approx(1.0, abs=0.15)
 
 
+def test_rounded_messages_are_predicted(ranks, tmp_path):
+    narrow = ("parallel.transport=collective", "parallel.wire_dtype=bfloat16", "train.log_every=1")
+    done = run_on(ranks, ["train", str(prepare_run(tmp_path)), *narrow], ranks=2)
+    assert done.status == 0, done.err
+    record = read_run(tmp_path / "run")
+    counted, predicted = record.traffic.bytes_per_step, tables_of(record).predicted_bytes
+    assert counted is not None
+    assert predicted is not None
+    assert counted / predicted == pytest.approx(1.0, abs=0.15)
+
+
 def test_tables_have_copies_and_rare_ids(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     plan = Plan.load(run / "plan.json")

@@ -67,16 +67,17 @@ class RowBytes:
         """As `rowmesh.placement.cost` counts them, summed over owners."""
         W, G, H = demand.world_size, demand.ranks_per_node, demand.num_nodes
         training, u, n, U = float(request.training), demand.rank, demand.node, demand.world
-        gradient = training * demand.gradient_bytes[demand.table]
-        fetch = request.fetch_weight * (demand.value_bytes[demand.table] + SLOT_BYTES)
-        copied = training * (demand.gradient_bytes[demand.table] + SLOT_BYTES)
+        gradient = training * demand.sent_gradient_bytes[demand.table]
+        fetch = request.fetch_weight * (demand.sent_value_bytes[demand.table] + SLOT_BYTES)
+        up = training * (demand.sent_gradient_bytes[demand.table] + SLOT_BYTES)
+        down = training * U * (demand.gradient_bytes[demand.table] + SLOT_BYTES)
         intra, inter, leader = (np.zeros((5, len(u))) for _ in range(3))
         intra[ONE_HOP], inter[ONE_HOP] = (G - 1) * u * (fetch + gradient), (W - G) * u * (fetch + gradient)
         intra[TWO_HOP], leader[TWO_HOP] = (W - H) * u * (fetch + gradient), (H - 1) * n * (fetch + gradient)
-        intra[NODE], leader[NODE] = (W - H) * u * (fetch + gradient), (H - 1) * (n + U) * copied
-        intra[REPLICATED], inter[REPLICATED] = (G - 1) * (u + U) * copied, (W - G) * (u + U) * copied
-        intra[REPLICATED_TWO_HOP] = (W - H) * (u + U) * copied
-        leader[REPLICATED_TWO_HOP] = (H - 1) * (n + U) * copied
+        intra[NODE], leader[NODE] = (W - H) * u * (fetch + gradient), (H - 1) * (n * up + down)
+        intra[REPLICATED], inter[REPLICATED] = (G - 1) * (u * up + down), (W - G) * (u * up + down)
+        intra[REPLICATED_TWO_HOP] = (W - H) * (u * up + down)
+        leader[REPLICATED_TWO_HOP] = (H - 1) * (n * up + down)
         return RowBytes(intra, inter, leader)
 
     def seconds(self, costs: LinkCosts) -> np.ndarray:

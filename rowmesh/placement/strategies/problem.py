@@ -32,13 +32,7 @@ class Problem:
     @cached_property
     def demand(self) -> Demand:
         """The demand of a step."""
-        return Demand.of(
-            self.profile,
-            self.topology.world_size,
-            self.topology.ranks_per_node,
-            self.request.batch_size,
-            deduplicated=self.request.deduplicated,
-        )
+        return Demand.of(self.profile, self.topology.world_size, self.topology.ranks_per_node, self.request)
 
     @cached_property
     def limit_bytes(self) -> int:

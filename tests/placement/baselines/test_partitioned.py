@@ -22,7 +22,7 @@ from tests.placement.strategies.problems import power_law, small
 def test_partitions_close_at_the_first_row_that_reaches_a_threshold(case, threshold):
     """§4.1, row by row."""
     profile, topology, request = case
-    demand = Demand.of(profile, topology.world_size, topology.ranks_per_node, request.batch_size)
+    demand = Demand.of(profile, topology.world_size, topology.ranks_per_node, request)
     parts = Partitions.cut(profile, demand, threshold)
     most_accesses = max(1.0, threshold * sum(table.total_accesses for table in profile.tables))
     most_bytes = threshold * sum(shape.row_bytes * shape.num_rows for shape in profile.shapes)
@@ -45,7 +45,7 @@ def test_partitions_close_at_the_first_row_that_reaches_a_threshold(case, thresh
 def test_placement_is_greedy_by_reads_then_by_memory():
     """§4.2."""
     profile = power_law((5_000, 500))
-    parts = Partitions.cut(profile, Demand.of(profile, 4, 4, 512), 0.01)
+    parts = Partitions.cut(profile, Demand.of(profile, 4, 4, Request(batch_size=512)), 0.01)
     owner = parts.balanced()
     load, stored = np.zeros(4), np.zeros(4)
     for k in sorted(np.flatnonzero(parts.by_access), key=lambda k: -parts.read_bytes[k]):

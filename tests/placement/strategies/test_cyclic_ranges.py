@@ -16,7 +16,7 @@ from tests.placement.strategies.problems import power_law
 
 def ranges_of(sizes, world_size, kind=ONE_HOP, **options):
     profile = power_law(sizes)
-    demand = Demand.of(profile, world_size, world_size, 2048)
+    demand = Demand.of(profile, world_size, world_size, Request(batch_size=2048))
     request = Request(batch_size=2048)
     seconds = RowBytes.of(demand, request).seconds(LinkCosts.of(Topology.uniform(world_size)))
     spans = [Span(table, 0, size, kind) for table, size in enumerate(sizes)]
