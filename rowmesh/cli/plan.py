@@ -36,7 +36,7 @@ def plan(
     topology_out: Path | None = None,
     overwrite: Switch = False,
 ) -> None:
-    """Decide which ranks hold each row, from the access counts of the data and the costs of links.
+    """Decide which ranks hold each row, from what steps of training read and the costs of links.
 
     Prints the plan beside those of other strategies. `rowmesh train … placement.plan=plan.json` trains by it.
 
@@ -69,7 +69,8 @@ def plan(
     fetch_weight
         Cost of a fetched byte, relative to a byte of gradients; placement.fetch_weight by default, with mode train.
     count_batches
-        Read the data once and count the batches that hold each row, instead of assuming that samples are independent.
+        Read the data once and count the batches that hold each row, instead of assuming that samples are independent;
+        of sequences, those of the first epoch.
     replicas
         Numbers of replicas to compare, each replica on its own group of ranks: auto (all that divide the ranks), 4, or
         1,2,4. If 1 is among them, tables may differ.

@@ -33,8 +33,8 @@ from rowmesh.report.replica_page import write_replica_report
 from rowmesh.report.replica_text import explain_replicas, print_replicas
 from rowmesh.run.config import Config
 from rowmesh.run.placement import INTER_OVER_INTRA, problem_of, request_of
-from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs
+from rowmesh.run.task import Task
 from rowmesh.run.tasks import open_data, task_of
 from rowmesh.tables import TableSpec
 
@@ -233,14 +233,13 @@ def run_plan(
             "plans are made by the counts of prepared data, and raw data have none; dynamic tables need no plan: "
             "hashes of ids say where rows are"
         )
-    data = open_data(config)
-    config = task_of(config, data)[0].config  # plans depend on the batch size
-    question = _Question(config, title, options, outputs, replication, data)
+    task, _ = task_of(config, open_data(config))
+    question = _Question(task, title, options, outputs, replication)
     if not links.measure:
-        question.answer(links.stated(config))
+        question.answer(links.stated(task.config))
         return
-    with Mesh.connect(config.parallel.timeout_s) as mesh:
-        reader = reader_for(config.parallel.transport, mesh)
+    with Mesh.connect(task.config.parallel.timeout_s) as mesh:
+        reader = reader_for(task.config.parallel.transport, mesh)
         topology = measure_topology(mesh, reader=reader, ranks_per_node=links.ranks_per_node)
         on_rank_0(mesh, "searching for a plan", lambda: question.answer(topology))
 
@@ -249,17 +248,17 @@ def run_plan(
 class _Question:
     """A search, given everything but the topology."""
 
-    config: Config
+    task: Task
     title: str
     options: PlanOptions
     outputs: Outputs
     replication: Replication
-    data: TableData
 
     def answer(self, topology: Topology) -> None:
         """Plans, prints, and reports what cores would save if an option asks for it."""
-        tables, printer = table_specs(self.config.tables, self.data), Printer()
-        request = self.options.request(self.config, topology, tables)
+        task, printer = self.task, Printer()
+        tables = table_specs(task.config.tables, task.data)
+        request = self.options.request(task.config, topology, tables)
         cored = [table for table in tables if not table.stores_rows]
         if cored:
             printer.write(
@@ -268,19 +267,19 @@ class _Question:
             )
         dynamic = [table for table in tables if table.takes_any_id]
         if dynamic:
-            print_dynamic(printer, dynamic_costs(dynamic, self.data, topology, request))
+            print_dynamic(printer, dynamic_costs(dynamic, task, topology, request))
         if len(cored) + len(dynamic) < len(tables):
             self._place(topology, request, printer)
         else:
             kinds = " or ".join(["tensor-train"] * bool(cored) + ["dynamic"] * bool(dynamic))
             printer.write(f"all tables are {kinds} tables: there is nothing to place, and no plan to write")
         if self.outputs.tensor_train and not self.outputs.explain:
-            report_cores(self.config, self.data, request.batch_size, self.outputs.tensor_train, printer)
+            report_cores(task, request, topology.world_size, self.outputs.tensor_train, printer)
 
     def _place(self, topology: Topology, request: Request, printer: Printer) -> None:
-        config, replication = self.config, self.replication
-        problem = problem_of(config, self.data, topology, request, count_batches=self.options.count_batches)
-        strategy = self.options.strategy or config.placement.strategy or "auto"
+        replication = self.replication
+        problem = problem_of(self.task, topology, request, count_batches=self.options.count_batches)
+        strategy = self.options.strategy or self.task.config.placement.strategy or "auto"
         if replication.counts is None:
             self.outputs.write(compare(problem, strategy), self.title, printer)
         else:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.text import Text
 
-from rowmesh.data.profile import profile_prepared
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.cost import cost_of
 from rowmesh.placement.request import Request
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
 from rowmesh.report.plan_text import Printer
-from rowmesh.run.table_data import TableData
+from rowmesh.run.task import Task
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dynamic.layout import num_kept, num_spare, rules_of, shards_of
 
@@ -66,16 +65,14 @@ def dynamic_bytes(tables: Sequence[TableSpec], num_ranks: int) -> int:
     return sum(memory_of(table, num_ranks)[0] for table in tables if table.takes_any_id)
 
 
-def dynamic_costs(
-    tables: Sequence[TableSpec], data: TableData, topology: Topology, request: Request
-) -> list[DynamicCost]:
+def dynamic_costs(tables: Sequence[TableSpec], task: Task, topology: Topology, request: Request) -> list[DynamicCost]:
     """Costs of dynamic tables. Hashes spread ids over ranks as cyclic rows are spread, with the counts of the data."""
     found, size = [], topology.world_size
     for table in tables:
-        seen = data.table(table.name).num_rows
+        seen = task.data.table(table.name).num_rows
         shape = replace(TableShape.of(table), num_rows=seen)
         plan = Plan.cyclic([shape], size, topology.ranks_per_node)
-        cost = cost_of(plan, profile_prepared(data, [shape]), request)
+        cost = cost_of(plan, task.profile([shape], request, size), request)
         asked = cost.lookup_rows.sum(axis=1) - np.diag(cost.lookup_rows)
         link_bytes = float((cost.link_bytes.sum(axis=1) + RESOLVE_BYTES * asked).max())
         memory = memory_of(table, size)

@@ -12,16 +12,15 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.ops.memory import Buffer
 from rowmesh.placement import TableShape
+from rowmesh.placement.request import Request
 from rowmesh.placement.text import bytes_text
 from rowmesh.report.plan_text import Printer
-from rowmesh.run.config import Config
 from rowmesh.run.table_config import TablesConfig
-from rowmesh.run.table_data import TableData
 from rowmesh.run.tables import table_specs, update_rule
+from rowmesh.run.task import Task
 from rowmesh.tables import TableSpec, TensorTrain, fuse
 from rowmesh.tables.cores import CoreArena
 from rowmesh.tables.update_rules import AdaGrad, UpdateRule
@@ -80,21 +79,22 @@ def cores_bytes(tables: Sequence[TableSpec]) -> int:
     return sum(_size(table)[0] for table in tables if not table.stores_rows)
 
 
-def compressions(config: Config, data: TableData, batch_size: int, ranks: Sequence[int]) -> Iterator[Compression]:
+def compressions(task: Task, request: Request, world_size: int, ranks: Sequence[int]) -> Iterator[Compression]:
     """Savings and costs of tensor-train storage for every large table; measures for about a second a table.
 
     Args:
-        config: of the run.
-        data: whose counts say how many distinct ids a batch has.
-        batch_size: samples of a rank.
+        task: of the run, whose data say how many distinct ids a batch has.
+        request: samples of a rank.
+        world_size: ranks that read them.
         ranks: tensor-train ranks; a table that cannot have one takes the largest that it can.
     """
+    config = task.config
     least = config.tables.tensor_train.min_rows or MIN_ROWS
-    for table in table_specs(config.tables, data):
+    for table in table_specs(config.tables, task.data):
         if table.num_rows >= least:
             as_rows = update_rule(table.name, config.tables, is_cored=False)
             dense = replace(table, storage="dense", tensor_train=None, optimizer=as_rows)
-            ids, rule = _distinct(data, dense, batch_size), _core_rule(table.name, config.tables)
+            ids, rule = _distinct(task, dense, request, world_size), _core_rule(table.name, config.tables)
             found = tuple(_compressed(_cored(dense, rank, rule), ids) for rank in ranks)
             shape = TableShape.of(dense)
             yield Compression(table.name, table.num_rows, table.num_rows * shape.row_bytes, len(ids), found)
@@ -127,11 +127,11 @@ def print_compressions(printer: Printer, found: Sequence[Compression], ranks: Se
     )
 
 
-def report(config: Config, data: TableData, batch_size: int, ranks: Sequence[int], printer: Printer) -> None:
+def report(task: Task, request: Request, world_size: int, ranks: Sequence[int], printer: Printer) -> None:
     """Measures and prints."""
-    found = list(compressions(config, data, batch_size, ranks))
+    found = list(compressions(task, request, world_size, ranks))
     printer.write("")
-    print_compressions(printer, found, ranks, config.tables.tensor_train.min_rows or MIN_ROWS)
+    print_compressions(printer, found, ranks, task.config.tables.tensor_train.min_rows or MIN_ROWS)
 
 
 def _cells(rows_bytes: int, cores_bytes: int, step_s: float) -> tuple[str, str, str]:
@@ -174,12 +174,12 @@ def _compressed(table: TableSpec, ids: torch.Tensor) -> Compressed:
     return Compressed(*_size(table), step_seconds(table, ids))
 
 
-def _distinct(data: TableData, table: TableSpec, batch_size: int) -> torch.Tensor:
+def _distinct(task: Task, table: TableSpec, request: Request, world_size: int) -> torch.Tensor:
     """Distinct ids of a batch that is drawn from the counts of the data, int64."""
-    counted = profile_prepared(data, [TableShape.of(table)])
+    counted = task.profile([TableShape.of(table)], request, world_size)
     profile, generator = counted.tables[0], np.random.default_rng(0)
     sums = np.cumsum(profile.lengths * profile.accesses)
-    draws = round(batch_size * sums[-1] / counted.num_samples)
+    draws = round(request.batch_size * sums[-1] / counted.num_samples)
     runs = np.searchsorted(sums, generator.random(draws) * sums[-1], side="right")
     rows = profile.starts[runs] + generator.integers(profile.lengths[runs])
     return torch.from_numpy(np.unique(rows))

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rowmesh.data.loader import Loader
-from rowmesh.data.prepared import Prepared, Split
-from rowmesh.errors import ConfigurationError
+from rowmesh.data.prepared import Prepared
 from rowmesh.placement.batches import BatchCounter
 from rowmesh.placement.plan import TableShape
 from rowmesh.placement.profile import Profile, TableProfile
 
 
-class Counted(Protocol):
-    """Data that say how often each row of a table is read."""
-
-    @property
-    def splits(self) -> Mapping[str, Split]:
-        """By name, with their number of samples."""
-        ...
-
-    def counts(self, name: str) -> NDArray[np.int64]:
-        """The count of each row of a table."""
-        ...
-
-    def unordered_rows(self, name: str) -> range:
-        """The rows that are not in order of their counts."""
-        ...
-
-
 def profile_prepared(
-    data: str | Path | Counted,
+    data: str | Path | Prepared,
     shapes: Sequence[TableShape],
     *,
     batch_size: int | None = None,
@@ -69,8 +49,6 @@ def profile_prepared(
     num_samples = prepared.splits["train"].samples
     if batch_size is None:
         return Profile(tuple(tables), num_samples)
-    if not isinstance(prepared, Prepared):
-        raise ConfigurationError("batches of sequences of events cannot be counted; leave --count-batches out")
     counters = {table.name: BatchCounter(table.name, table.starts) for table in tables}
     loader = Loader(
         prepared, "train", batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=num_samples > batch_size

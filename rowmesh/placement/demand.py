@@ -52,19 +52,23 @@ class Demand:
     is_rounded: bool = False
 
     @staticmethod
-    def of(profile: Profile, world_size: int, ranks_per_node: int, request: Request) -> Demand:
-        """The demand of batches of `request.batch_size` samples a rank."""
+    def of(profile: Profile, world_size: int, ranks_per_node: int, request: Request, *, share: float = 1.0) -> Demand:
+        """The demand of batches of `request.batch_size` samples a rank.
+
+        Of tables that all ranks split, these read `share`.
+        """
         batch_size, deduplicated = request.batch_size, request.deduplicated
         G, tables = ranks_per_node, range(len(profile.tables))
         first_row = np.cumsum([0] + [table.shape.num_rows for table in profile.tables])
         lengths = np.concatenate([table.lengths for table in profile.tables])
         runs = [len(table.lengths) for table in profile.tables]
 
-        def presence(samples: int) -> np.ndarray:
-            return np.concatenate([profile.presence(t, samples) for t in tables])
+        def presence(ranks: int) -> np.ndarray:
+            of_these = share * ranks / world_size
+            return np.concatenate([profile.presence(t, batch_size * ranks, share=of_these) for t in tables])
 
         if deduplicated:
-            rank, node = presence(batch_size), presence(batch_size * G)
+            rank, node = presence(1), presence(G)
         else:
             rank = np.concatenate([profile.access_rate(t) for t in tables]) * float(batch_size)
             node = rank * G
@@ -75,7 +79,7 @@ class Demand:
             np.repeat(np.arange(len(runs)), runs),
             rank,
             node,
-            presence(batch_size * world_size),
+            presence(world_size),
             world_size,
             ranks_per_node,
             request.wire_dtype == "bfloat16",

@@ -10,6 +10,9 @@ Two numbers are kept of a row, because an exchange pays one or the other:
     batches    in how many batches it stood: what a deduplicating exchange moves; bursts of one row make it smaller
                than independent draws would
 
+A step may read rows whatever its samples are: negatives that all ranks draw alike (`drawn`), or all rows of a table,
+of which each rank reads a part (`is_split`).
+
 Source: OPER §3.2 (access frequency), §4.1. Differs: batches that contain a row are counted too; nothing is averaged
 over GPUs, since samples go to ranks at random.
 """
@@ -47,6 +50,9 @@ class TableProfile:
         accesses: float64 `[K]`, how often a row of the run was read; the mean where rows were merged.
         batches: float64 `[K]`, in how many batches a row of the run stood; the mean where rows were merged. None where
             it was not counted.
+        drawn: float64 `[K]`, the chance that all ranks read a row of the run in a step, whatever samples they have.
+            None where they read only what their samples hold.
+        is_split: whether every step reads all rows too, each on one of the ranks.
 
     Raises:
         ConfigurationError: the arrays do not fit each other or the table.
@@ -56,12 +62,15 @@ class TableProfile:
     lengths: Ints
     accesses: Floats
     batches: Floats | None = None
+    drawn: Floats | None = None
+    is_split: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", _frozen(self.lengths, np.int64))
         object.__setattr__(self, "accesses", _frozen(self.accesses, np.float64))
-        if self.batches is not None:
-            object.__setattr__(self, "batches", _frozen(self.batches, np.float64))
+        for name in ("batches", "drawn"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _frozen(values, np.float64))
         _check_runs(self)
 
     @staticmethod
@@ -112,6 +121,12 @@ class TableProfile:
     def starts(self) -> Ints:
         """int64 `[K + 1]`: run k holds the rows `starts[k]` … `starts[k + 1] − 1`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)])
+
+    @property
+    def columns(self) -> dict[str, Floats]:
+        """What was counted of each run, by the name of the attribute."""
+        optional = {"batches": self.batches, "drawn": self.drawn}
+        return {"accesses": self.accesses, **{name: each for name, each in optional.items() if each is not None}}
 
     @property
     def total_accesses(self) -> float:
@@ -219,7 +234,7 @@ class Profile:
         """Whether no sample can have had two ids, by the sum of the counts."""
         return self.tables[table].total_accesses <= self.num_samples * (1 + 1e-9)
 
-    def presence(self, table: int, samples: int) -> Floats:
+    def presence(self, table: int, samples: int, *, share: float = 1.0, steps: int = 1) -> Floats:
         """u, `[K]`: the chance that a batch contains a row, 0 … 1.
 
         Where batches were counted: 1 − (1 − p)^(samples / batch_size), with p the share of batches that contained the
@@ -227,11 +242,21 @@ class Profile:
         larger one; for smaller ones it counts as a row without batches.
         Without batches, draws count as independent: 1 − (1 − f)^samples for one-hot tables, and Poisson,
         1 − exp(−f · samples), where samples hold several ids.
+        What a step reads whatever its samples are comes beside that, independently.
 
         Args:
             table: its number.
-            samples: of the batch.
+            samples: of the batch, or of the batches of several ranks and steps together.
+            share: of a split table, what the ranks of these samples read; 1 of all ranks.
+            steps: whose samples they are.
         """
+        found, chance = self.tables[table], self._in_samples(table, samples)
+        if found.drawn is not None:
+            chance = chance + (1.0 - chance) * _at_least_once(found.drawn, steps)
+        return chance + (1.0 - chance) * share if found.is_split else chance
+
+    def _in_samples(self, table: int, samples: int) -> Floats:
+        """`[K]`: the chance that samples contain a row."""
         independent = self._independent(table, samples)
         batches = self.tables[table].batches
         if batches is None:
@@ -253,14 +278,14 @@ class Profile:
         """Writes the profile (npz); what stood at `path` stays where that fails."""
         arrays: dict[str, Any] = {}
         for index, table in enumerate(self.tables):
-            arrays |= {f"lengths_{index}": table.lengths, f"accesses_{index}": table.accesses}
-            if table.batches is not None:
-                arrays[f"batches_{index}"] = table.batches
+            arrays[f"lengths_{index}"] = table.lengths
+            arrays |= {f"{name}_{index}": values for name, values in table.columns.items()}
         head = {
             "format": FORMAT,
             "num_samples": self.num_samples,
             "batch_size": self.batch_size,
             "shapes": [asdict(shape) for shape in self.shapes],
+            "split": [table.is_split for table in self.tables],
         }
         with replacing_file(Path(path)) as file:
             np.savez_compressed(file, head=np.array(json.dumps(head)), **arrays)
@@ -285,8 +310,10 @@ class Profile:
                         arrays[f"lengths_{i}"],
                         arrays[f"accesses_{i}"],
                         arrays.get(f"batches_{i}"),
+                        arrays.get(f"drawn_{i}"),
+                        is_split,
                     )
-                    for i, shape in enumerate(head["shapes"])
+                    for i, (shape, is_split) in enumerate(zip(head["shapes"], head["split"], strict=True))
                 )
                 return Profile(tables, head["num_samples"], head["batch_size"])
         except OSError as error:
@@ -311,9 +338,7 @@ def _frozen(values: ArrayLike, dtype: type) -> NDArray[Any]:
 
 def _check_runs(table: TableProfile) -> None:
     name, lengths = table.name, table.lengths
-    for what, values in (("accesses", table.accesses), ("batches", table.batches)):
-        if values is None:
-            continue
+    for what, values in table.columns.items():
         if values.shape != lengths.shape or lengths.ndim != 1:
             raise ConfigurationError(f"table {name!r}: {lengths.shape} lengths, but {values.shape} {what}")
         if not np.all(np.isfinite(values) & (values >= 0)):

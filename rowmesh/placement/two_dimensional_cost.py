@@ -99,7 +99,7 @@ def cost_with_replicas(
     lookups, lookup_bytes = (np.zeros(plan.world_size) for _ in range(2))
     exchange_wait = sync_wait = dense_wait = 0.0
     for count in plan.replica_counts:
-        part = _Part.of(plan, count, profile, request)
+        part = _Part.of(plan, count, profile, request, sync)
         cost = part.cost(request)
         for group in part.grid.groups:
             exchange[np.ix_(group, group)] += cost.link_bytes
@@ -152,13 +152,15 @@ class _Part:
     profile: Profile
     demand: Demand
     owners: Owners
+    share: float
 
     @staticmethod
-    def of(whole: Plan, replicas: int, profile: Profile, request: Request) -> _Part:
+    def of(whole: Plan, replicas: int, profile: Profile, request: Request, sync: Synchronization) -> _Part:
         plan = whole.part(replicas)
         profile = restricted(profile, plan)
-        demand = Demand.of(profile, plan.world_size, plan.ranks_per_node, request)
-        return _Part(plan, whole.grid(replicas), profile, demand, Owners.of(plan, demand))
+        share = 1.0 if sync.mode == "average" else 1.0 / replicas
+        demand = Demand.of(profile, plan.world_size, plan.ranks_per_node, request, share=share)
+        return _Part(plan, whole.grid(replicas), profile, demand, Owners.of(plan, demand), share)
 
     def cost(self, request: Request) -> Cost:
         """The cost of a step of one group."""
@@ -187,14 +189,15 @@ class _Part:
         """[N], what a rank of each shard sends to each other of its replicate group in a step."""
         samples, M = request.batch_size * sync.every, self.grid.replicas
         own, union = (
-            self._shard_bytes(self._touched(samples * ranks), sync) / sync.every
-            for ranks in (self.grid.shards, self.grid.world_size)
+            self._shard_bytes(self._touched(samples * ranks, share, sync.every), sync) / sync.every
+            for ranks, share in ((self.grid.shards, self.share), (self.grid.world_size, 1.0))
         )
         return own if M == 2 else (own + union) / M
 
-    def _touched(self, samples: int) -> Floats:
-        """[K], the chance that so many samples touch a row of each run."""
-        return np.concatenate([self.profile.presence(t, samples) for t in range(len(self.profile.tables))])
+    def _touched(self, samples: int, share: float, steps: int) -> Floats:
+        """[K], the chance that the samples of some steps touch a row of each run."""
+        tables = range(len(self.profile.tables))
+        return np.concatenate([self.profile.presence(t, samples, share=share, steps=steps) for t in tables])
 
     def _shard_bytes(self, touched: Floats, sync: Synchronization) -> Floats:
         """[N], of the touched rows that each shard holds."""

@@ -14,6 +14,7 @@ Source: Good, "The population frequencies of species and the estimation of popul
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -84,8 +85,5 @@ def _with_last_row_apart(table: TableProfile) -> TableProfile:
         return table
     lengths = np.append(table.lengths, 1)
     lengths[-2] -= 1
-    accesses, batches = (
-        None if values is None else np.append(values, values[-1]) for values in (table.accesses, table.batches)
-    )
-    assert accesses is not None
-    return replace(table, lengths=lengths, accesses=accesses, batches=batches)
+    columns: dict[str, Any] = {name: np.append(values, values[-1]) for name, values in table.columns.items()}
+    return replace(table, lengths=lengths, **columns)

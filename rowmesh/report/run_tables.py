@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from rowmesh.data import Prepared
-from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import RowmeshError
 from rowmesh.placement import Plan
 from rowmesh.placement.cost import cost_of
@@ -15,6 +12,9 @@ from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.summary import levels_of
 from rowmesh.report.run_record import RunRecord
+from rowmesh.run.config import chosen
+from rowmesh.run.resolve import resolve
+from rowmesh.run.tasks import open_data, task_of
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,13 @@ def tables_of(record: RunRecord) -> Tables:
     if plan is None:
         return Tables(list(_facts(record, None, None)), None, why_not)
     try:
-        profile = _profile(record, plan)
+        profile, request = _profile(record, plan)
     except (RowmeshError, OSError, ValueError, KeyError) as error:
         return Tables(list(_facts(record, plan, None)), None, f"the counts of the data cannot be read: {error}")
     if plan.is_replicated:
         return Tables(list(_facts(record, plan, profile)), None, "a step with replicas is predicted by rowmesh plan")
     if plan.world_size == 1:
         return Tables(list(_facts(record, plan, profile)), None, "there is one rank")
-    # Where ranks read each other's memory, nothing is rounded.
-    is_rounded = record.about.get("transport") == "collective" and record.setting("parallel.wire_dtype") == "bfloat16"
-    request = Request(
-        batch_size=-(-int(record.setting("data.batch_size", 4096)) // plan.world_size),
-        wire_dtype="bfloat16" if is_rounded else "float32",
-    )
     return Tables(list(_facts(record, plan, profile)), cost_of(plan, profile, request).total_bytes)
 
 
@@ -84,9 +78,17 @@ def _plan(record: RunRecord) -> tuple[Plan | None, str]:
         return None, str(error)
 
 
-def _profile(record: RunRecord, plan: Plan) -> Profile:
-    data = Prepared.open(Path(str(record.setting("data.folder", ""))), verify=False)
-    return profile_prepared(data, [table.shape for table in plan.tables])
+def _profile(record: RunRecord, plan: Plan) -> tuple[Profile, Request]:
+    """How often the steps of a run read each row, and what these steps are."""
+    config = resolve(record.folder.config)
+    task, _ = task_of(config, open_data(config, verify=False))
+    # Where ranks read each other's memory, nothing is rounded.
+    is_rounded = record.about.get("transport") == "collective" and task.config.parallel.wire_dtype == "bfloat16"
+    request = Request(
+        batch_size=-(-chosen(task.config.data.batch_size) // plan.world_size),
+        wire_dtype="bfloat16" if is_rounded else "float32",
+    )
+    return task.profile([table.shape for table in plan.tables], request, plan.world_size), request
 
 
 def _facts(record: RunRecord, plan: Plan | None, profile: Profile | None) -> Iterator[TableFacts]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rowmesh.data import Prepared
+from rowmesh.data.profile import profile_prepared
 from rowmesh.mesh.together import summed
+from rowmesh.placement.plan import TableShape
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
 from rowmesh.run.advice import advice
 from rowmesh.run.config import chosen
 from rowmesh.run.evaluate import evaluate
@@ -29,6 +33,18 @@ class ClickTask(LabelledTask[Prepared]):
         """Refuses splits that are not there, and losses that do not fit the labels."""
         check_training_splits(self.config, self.data)
         targets_of(self.config, self.data)
+
+    def profile(
+        self, shapes: Sequence[TableShape], request: Request, world_size: int, *, count_batches: bool = False
+    ) -> Profile:
+        """By the counts of the training split."""
+        return profile_prepared(
+            self.data,
+            shapes,
+            batch_size=request.batch_size if count_batches else None,
+            shuffle=self.config.data.shuffle,
+            seed=self.config.train.seed,
+        )
 
     def fingerprint(self) -> Fingerprint:
         """Digests of vocabularies and dense features; see `rowmesh.run.fingerprint`."""

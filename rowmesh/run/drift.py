@@ -27,6 +27,7 @@ from rowmesh.run.checks import SETTING_UP
 from rowmesh.run.config import DriftConfig
 from rowmesh.run.job import Job
 from rowmesh.run.placement import problem_of, run_topology
+from rowmesh.run.task import Task
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables.spec import stored_tables
 
@@ -143,12 +144,12 @@ class Drift:
 
 
 @contextmanager
-def configured_drift(job: Job) -> Iterator[Drift | None]:
+def configured_drift(task: Task, job: Job) -> Iterator[Drift | None]:
     """Keeps the plan of a run up to date, if the configuration says so; closed at the end, also where training fails.
 
     Collective: every rank enters it.
     """
-    drift = _configured(job)
+    drift = _configured(task, job)
     try:
         yield drift
     finally:
@@ -156,7 +157,7 @@ def configured_drift(job: Job) -> Iterator[Drift | None]:
             drift.close()
 
 
-def _configured(job: Job) -> Drift | None:
+def _configured(task: Task, job: Job) -> Drift | None:
     config, plan, mesh = job.config.placement.drift, job.embeddings.plan, job.mesh
     if config.enabled == "off" or mesh.world_size == 1 or not plan.tables:
         return None
@@ -180,7 +181,7 @@ def _configured(job: Job) -> Drift | None:
 
     def fit() -> Fit:
         nonlocal problem
-        problem = problem_of(job.config, job.data, run_topology(job.config, mesh))
+        problem = problem_of(task, run_topology(job.config, mesh))
         return predict(plan, problem)
 
     predicted, planner = on_rank_0(mesh, SETTING_UP, fit, Fit), None

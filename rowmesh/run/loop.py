@@ -56,7 +56,7 @@ def train(trainer: Trainer, run: RunFolder, publications: Publications, console:
     with (
         RunLog(job, run, console.progress(trainer.total_steps), trainer.step) as log,
         naming_lost_peers(job.mesh, "training"),
-        configured_drift(job) as drift,
+        configured_drift(trainer.task, job) as drift,
         trainer.requests.heeding_signals(),
         Checkpoints(job, run, log.progress.write, trainer.step) as checkpoints,
         ExitStack() as stack,

@@ -127,7 +127,7 @@ def set_up(task: Task, mesh: Mesh, start: Start) -> Iterator[Trainer]:
     """Tables, network and what trains them, for the time of a block."""
 
     def place() -> Placement:
-        return resumed_placement(task.config, mesh, task.data, start)
+        return resumed_placement(task, mesh, start)
 
     with job_on(task, mesh, place, trains=True) as job:
         yield Trainer(job, task)
@@ -334,7 +334,7 @@ def loaded(finished: FinishedRun, task: Task, mesh: Mesh, *, verify: bool) -> It
     changed = (config.placement, config.parallel.replicas) != (trained.placement, trained.parallel.replicas)
 
     def place() -> Placement:
-        return evaluation_placement(config, mesh, task.data, finished.folder.plan, changed=changed)
+        return evaluation_placement(task, mesh, finished.folder.plan, changed=changed)
 
     with job_on(task, mesh, place, trains=False) as job:
         load_model(job, finished.folder, verify)

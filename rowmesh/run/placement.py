@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh import Mesh
 from rowmesh.mesh.grid import Together
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
 from rowmesh.placement.comparison import compare
+from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request, WireDtype
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import plan_levels
@@ -28,6 +28,38 @@ from rowmesh.tables.spec import stored_tables
 
 # What OPER (ATC'24) §6.3 measured between the nodes of its cluster; `rowmesh plan --measure` measures yours.
 INTER_OVER_INTRA = 4.21
+
+
+class PlacedTask(Protocol):
+    """The part of a task that decides where rows are placed.
+
+    Attributes:
+        config: of the run, with a value in the place of every auto.
+        data: what it reads.
+    """
+
+    @property
+    def config(self) -> Config:
+        """See `PlacedTask`."""
+        ...
+
+    @property
+    def data(self) -> TableData:
+        """See `PlacedTask`."""
+        ...
+
+    def profile(
+        self, shapes: Sequence[TableShape], request: Request, world_size: int, *, count_batches: bool = False
+    ) -> Profile:
+        """How often steps read each row of tables that are named after those of the data.
+
+        Args:
+            shapes: of the tables.
+            request: samples of a rank, and whether steps train.
+            world_size: ranks.
+            count_batches: read all batches once, and count how many hold each row.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,12 +92,13 @@ class Placement:
         return cls(Plan.from_json(plan), source)
 
 
-def configured_placement(config: Config, mesh: Mesh, data: TableData) -> Placement:
-    """The placement that a configuration asks for on a mesh.
+def configured_placement(task: PlacedTask, mesh: Mesh) -> Placement:
+    """The placement that the configuration of a task asks for on a mesh.
 
     Raises:
         ConfigurationError: the plan cannot be read, is for other tables or ranks, or none can be made.
     """
+    config, data = task.config, task.data
     placement, shapes = config.placement, shapes_of(config, data)
     replicas = wanted_replicas(config, data)
     if placement.plan:
@@ -81,7 +114,7 @@ def configured_placement(config: Config, mesh: Mesh, data: TableData) -> Placeme
     if not shapes:
         return _cyclic(shapes, mesh, "all tables are tensor-train cores, which every rank has")
     if config.parallel.replicas == "auto" or max(replicas.values()) > 1:
-        return _replicated(config, mesh, data, replicas)
+        return _replicated(task, mesh, replicas)
     _check_replica_settings(config.parallel, None)
     if placement.strategy and config.data.is_raw:
         raise ConfigurationError(
@@ -91,18 +124,17 @@ def configured_placement(config: Config, mesh: Mesh, data: TableData) -> Placeme
         return _cyclic(shapes, mesh, "hashes of ids say where rows of dynamic tables are")
     if placement.strategy:
         topology = run_topology(config, mesh)
-        plan = compare(problem_of(config, data, topology), placement.strategy).plan
+        plan = compare(problem_of(task, topology), placement.strategy).plan
         return Placement(_with_dynamic(plan, shapes, replicas), f"made for topology {topology.name}")
     return _cyclic(shapes, mesh, "no plan is given")
 
 
-def evaluation_placement(config: Config, mesh: Mesh, data: TableData, recorded: Path, *, changed: bool) -> Placement:
+def evaluation_placement(task: PlacedTask, mesh: Mesh, recorded: Path, *, changed: bool) -> Placement:
     """The placement for an evaluation: the run's own where it fits the ranks, else every table cyclic.
 
     Args:
-        config: of the evaluation.
+        task: of the evaluation.
         mesh: of the evaluation.
-        data: of the evaluation.
         recorded: the plan that the run was trained with.
         changed: whether the evaluation asks for another placement than the training had.
 
@@ -110,8 +142,8 @@ def evaluation_placement(config: Config, mesh: Mesh, data: TableData, recorded: 
         ConfigurationError: another placement is asked for and does not work.
     """
     if changed:
-        return configured_placement(config, mesh, data)
-    shapes = shapes_of(config, data)
+        return configured_placement(task, mesh)
+    shapes = shapes_of(task.config, task.data)
     if not recorded.exists():
         return _cyclic(shapes, mesh, "the run recorded no plan")
     plan = Plan.load(recorded)
@@ -124,26 +156,26 @@ def evaluation_placement(config: Config, mesh: Mesh, data: TableData, recorded: 
 
 
 def problem_of(
-    config: Config, data: TableData, topology: Topology, request: Request | None = None, *, count_batches: bool = False
+    task: PlacedTask, topology: Topology, request: Request | None = None, *, count_batches: bool = False
 ) -> Problem:
     """The placement problem of a run's tables, with the counts of its training split.
 
     Training reads every row as often as it was counted. Inference reads samples that were not counted: seldom read
-    rows are expected to be read less, and the rows of rare ids, which unseen ones share, more.
+    rows are expected to be read less, and the rows of rare ids, which unseen ones share, more. Sequences have no such
+    rows.
 
     Args:
-        config: of the run.
-        data: of the run.
+        task: of the run.
         topology: of the ranks.
         request: what to plan for; by default the request of the configuration.
         count_batches: read all batches once to count how many hold each row.
     """
-    request = request or request_of(config, topology)
-    batch_size = request.batch_size if count_batches else None
-    profile = profile_prepared(
-        data, placed_shapes(config, data), batch_size=batch_size, shuffle=config.data.shuffle, seed=config.train.seed
-    )
-    return Problem(profile if request.training else smoothed(profile, rare_rows=True), topology, request)
+    request = request or request_of(task.config, topology)
+    shapes = placed_shapes(task.config, task.data)
+    profile = task.profile(shapes, request, topology.world_size, count_batches=count_batches)
+    if not request.training:
+        profile = smoothed(profile, rare_rows=not task.config.model.is_sequence)
+    return Problem(profile, topology, request)
 
 
 def request_of(config: Config, topology: Topology) -> Request:
@@ -215,12 +247,13 @@ def wanted_replicas(config: Config, data: TableData) -> dict[str, int]:
     return {table.name: tables.of(table.name).replicas or of_all for table in stored_tables(specs)}
 
 
-def _replicated(config: Config, mesh: Mesh, data: TableData, replicas: dict[str, int]) -> Placement:
+def _replicated(task: PlacedTask, mesh: Mesh, replicas: dict[str, int]) -> Placement:
     """A plan whose tables have replicas.
 
     Where tables differ by their own settings, rows are cyclic over the ranks of a group. Otherwise the arrangement, and
     with "auto" the number too, is the one predicted to be fastest.
     """
+    config, data = task.config, task.data
     parallel, strategy = config.parallel, config.placement.strategy or "cyclic"
     counts = None if parallel.replicas == "auto" else sorted(set(replicas.values()))
     if counts is None and any(config.tables.of(name).replicas is not None for name in replicas):
@@ -242,7 +275,7 @@ def _replicated(config: Config, mesh: Mesh, data: TableData, replicas: dict[str,
         )
         return Placement(plan, "over the ranks of each replica group, as tables say")
     sync = Synchronization(parallel.synchronization, parallel.sync_every)
-    problem = problem_of(config, data, run_topology(config, mesh))
+    problem = problem_of(task, run_topology(config, mesh))
     comparison = compare_replicas(problem, strategy, sync, counts)
     if parallel.together != "auto":
         comparison = comparison.arranged(parallel.together)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rowmesh._support.files.places import local_path
@@ -10,6 +10,9 @@ from rowmesh.data.quarantine import BadRows, FewBadRows, NoBadRows
 from rowmesh.data.raw import RawData, RawLoader, is_server
 from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.together import summed
+from rowmesh.placement.plan import TableShape
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
 from rowmesh.run.config import chosen
 from rowmesh.run.evaluate import evaluate
 from rowmesh.run.evaluation import Evaluation
@@ -35,6 +38,15 @@ class RawTask(LabelledTask[RawData]):
         if self.tested:
             self.data.source(self.tested)
         targets_of(self.config, self.data)
+
+    def profile(
+        self, shapes: Sequence[TableShape], request: Request, world_size: int, *, count_batches: bool = False
+    ) -> Profile:
+        """Raises ConfigurationError: raw rows have no counts."""
+        raise ConfigurationError(
+            "a placement by frequency needs prepared data, and data.source is raw; leave it out, or run `rowmesh data "
+            "prepare` first"
+        )
 
     @property
     def has_times(self) -> bool:

@@ -28,6 +28,7 @@ from rowmesh.run.resolve import anchored, resolve, validate
 from rowmesh.run.run_folder import Claim, RunFolder
 from rowmesh.run.same_model import model_differences
 from rowmesh.run.table_data import TableData
+from rowmesh.run.task import Task
 
 Resume = Literal["no", "latest", "auto"]
 """The use of the checkpoints in a run's folder. "no": none; "latest" and "auto": the run goes on from the newest. Where
@@ -118,7 +119,7 @@ def _newest_that_reads(series: Series, steps: Sequence[int]) -> tuple[Path, dict
     raise CheckpointError("; ".join(reasons))
 
 
-def resumed_placement(config: Config, mesh: Mesh, data: TableData, start: Start) -> Placement:
+def resumed_placement(task: Task, mesh: Mesh, start: Start) -> Placement:
     """The plan of the checkpoint, where it is wanted and fits the ranks; else the one that the configuration asks for.
 
     Raises:
@@ -127,11 +128,11 @@ def resumed_placement(config: Config, mesh: Mesh, data: TableData, start: Start)
     if start.plan:
         plan = Plan.from_json(start.plan)
         try:
-            plan.check_fits(shapes_of(config, data), mesh.world_size, mesh.ranks_per_node)
+            plan.check_fits(shapes_of(task.config, task.data), mesh.world_size, mesh.ranks_per_node)
         except ConfigurationError:
-            return configured_placement(config, mesh, data)
+            return configured_placement(task, mesh)
         return Placement(plan, "as in the checkpoint")
-    return configured_placement(config, mesh, data)
+    return configured_placement(task, mesh)
 
 
 def load_newest(job: Job, run: RunFolder, steps: tuple[int, ...], log: Callable[[str], None]) -> dict[str, Any]:

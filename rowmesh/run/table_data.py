@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rowmesh.data.prepared import Split, Table
 
 
@@ -56,12 +53,4 @@ class TableData(Protocol):
 
     def table_of(self, feature: str) -> str:
         """The feature after which the table of a feature is named."""
-        ...
-
-    def counts(self, name: str) -> NDArray[np.int64]:
-        """How often each row of a table occurs in the training split."""
-        ...
-
-    def unordered_rows(self, name: str) -> range:
-        """The rows of a table that are not in order of frequency."""
         ...

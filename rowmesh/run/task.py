@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from rowmesh.collection.outputs import Embeddings
 from rowmesh.ops.linear import Shape
-from rowmesh.run.config import Config
 from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.fingerprint import Fingerprint
 from rowmesh.run.graphs import Network
 from rowmesh.run.job import Job
 from rowmesh.run.own_model import OwnModel
+from rowmesh.run.placement import PlacedTask
 from rowmesh.run.stopping import EarlyStopping
-from rowmesh.run.table_data import TableData
 from rowmesh.run.targets import Target
 from rowmesh.sparse import SparseBatch
 from rowmesh.tables import TableSpec
@@ -91,7 +90,7 @@ class Computed:
     weights: Tensor | None = None
 
 
-class Task(Protocol):
+class Task(PlacedTask, Protocol):
     """A kind of run. Methods that take a job are collective; the job is of this task.
 
     Attributes:
@@ -99,16 +98,6 @@ class Task(Protocol):
         data: what it reads.
         targets: what is predicted, one for each label; none for sequences.
     """
-
-    @property
-    def config(self) -> Config:
-        """See `Task`."""
-        ...
-
-    @property
-    def data(self) -> TableData:
-        """See `Task`."""
-        ...
 
     @property
     def targets(self) -> tuple[Target, ...]:

@@ -8,7 +8,9 @@ import torch
 from rowmesh.cli.plan_tensor_train import compressions
 from rowmesh.data import Loader, Prepared
 from rowmesh.placement import Plan
+from rowmesh.placement.request import Request
 from rowmesh.run.resolve import resolve
+from rowmesh.run.tasks import task_of
 from rowmesh.tables import TensorTrain
 
 ADAGRAD = "tables.tensor_train.optimizer.name=adagrad"
@@ -33,7 +35,7 @@ def test_numbers_are_those_of_training(config_file, rule, states, storage):
     overrides = [f"tables.tensor_train.optimizer.name={rule}", "tables.tensor_train.min_rows=1"]
     config = resolve(config_file, [*overrides, f"tables.storage={storage}"])
     data = Prepared.open(config.data.folder)
-    for table in compressions(config, data, 400, (2, 999)):
+    for table in compressions(task_of(config, data)[0], Request(batch_size=400), 2, (2, 999)):
         batches = Loader(data, "train", batch_size=400, shuffle=True)
         distinct = [len(torch.unique(batch.sparse.select([table.table]).ids)) for batch in batches]
         assert table.num_distinct == pytest.approx(sum(distinct) / len(distinct), rel=0.1)

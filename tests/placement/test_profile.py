@@ -1,5 +1,7 @@
 """Profile: runs of equal counts, chances that batches contain rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,8 +13,10 @@ from rowmesh.data import Loader, Schema, prepare
 from rowmesh.data.profile import profile_prepared
 from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.placement import profile as module
+from rowmesh.placement.demand import Demand
 from rowmesh.placement.plan import TableShape
 from rowmesh.placement.profile import Profile, TableProfile
+from rowmesh.placement.request import Request
 
 
 def shape(num_rows, name="item"):
@@ -76,6 +80,26 @@ def test_presence_where_batches_were_counted():
     assert profile.presence(0, 1).tolist() == pytest.approx([0.7, 1 - 0.5**0.1, 1 - 0.9**0.1, 0.0])
 
 
+def test_presence_of_what_a_step_reads_whatever_its_samples_are():
+    """Draws that ranks share are the same for all of them; of a split table each rank reads its part."""
+    counted = TableProfile.of_counts(shape(3), [5, 3, 0])
+    drawn = Profile((replace(counted, drawn=np.array([0.5, 0.0, 0.1])),), num_samples=8)
+    assert drawn.presence(0, 1).tolist() == pytest.approx([1 - 3 / 8 * 0.5, 3 / 8, 0.1])
+    assert drawn.presence(0, 2).tolist() == pytest.approx([1 - (3 / 8) ** 2 * 0.5, 1 - (5 / 8) ** 2, 0.1])
+    assert drawn.presence(0, 2, steps=2)[2] == pytest.approx(1 - 0.9**2)
+    split = Profile((replace(counted, is_split=True),), num_samples=8)
+    assert split.presence(0, 1, share=0.25).tolist() == pytest.approx([1 - 3 / 8 * 0.75, 1 - 5 / 8 * 0.75, 0.25])
+    assert split.presence(0, 4).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_ranks_and_nodes_demand_the_parts_of_a_split_table():
+    table = replace(TableProfile.of_counts(shape(3), [0, 0, 0]), is_split=True)
+    demand = Demand.of(Profile((table,), num_samples=8), 4, 2, Request(batch_size=1))
+    assert [each[0] for each in (demand.rank, demand.node, demand.world)] == [0.25, 0.5, 1.0]
+    of_a_group = Demand.of(Profile((table,), num_samples=8), 4, 2, Request(batch_size=1), share=0.5)
+    assert [each[0] for each in (of_a_group.rank, of_a_group.node, of_a_group.world)] == [0.125, 0.25, 0.5]
+
+
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 64))
 def test_presence_equals_what_batches_hold_on_average(seed, batch_size):
@@ -97,13 +121,16 @@ def test_save_and_load(tmp_path):
     profile = Profile.from_counts(
         {"a": [4, 2, 2, 0], "b": [9, 1]}, [shape(4, "a"), shape(2, "b")], 8, batches={"a": [2, 1, 2, 0]}, batch_size=4
     )
+    first, second = profile.tables
+    profile = replace(profile, tables=(replace(first, drawn=0.1 * first.lengths), replace(second, is_split=True)))
     profile.save(tmp_path / "profile.npz")
     again = Profile.load(tmp_path / "profile.npz")
     assert (again.shapes, again.num_samples, again.batch_size) == (profile.shapes, 8, 4)
     for one, two in zip(again.tables, profile.tables, strict=True):
-        for name in ("lengths", "accesses", "batches"):
+        for name in ("lengths", "accesses", "batches", "drawn"):
             assert np.array_equal(getattr(one, name), getattr(two, name)), name
-    assert again.tables[1].batches is None
+    assert again.tables[1].batches is again.tables[1].drawn is None
+    assert [table.is_split for table in again.tables] == [False, True]
 
 
 def test_errors_name_the_table_and_the_values(tmp_path):

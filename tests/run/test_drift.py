@@ -115,7 +115,7 @@ def no_room(groups, outcome):
 
 
 def test_a_run_that_fails_while_planning_leaves_no_thread(config_file, monkeypatch):
-    def planning(job):
+    def planning(task, job):
         planner = Planner(job.embeddings.plan, "cyclic", Topology.uniform(1), Request(batch_size=64))
         monkeypatch.setattr(planner, "_propose", lambda sketch: time.sleep(0.3))
         planner.begin()
@@ -166,7 +166,7 @@ def test_dynamic_tables_are_not_followed(enabled):
     config = SimpleNamespace(placement=SimpleNamespace(drift=drift))
     job = SimpleNamespace(config=config, embeddings=collection, mesh=SimpleNamespace(world_size=2))
     if enabled == "auto":
-        assert module._configured(job) is None
+        assert module._configured(SimpleNamespace(), job) is None
     else:
         with pytest.raises(ConfigurationError, match=r"cannot follow tables \['item'\], which are dynamic"):
-            module._configured(job)
+            module._configured(SimpleNamespace(), job)

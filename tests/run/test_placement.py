@@ -13,12 +13,17 @@ from rowmesh.placement.topology import Topology
 from rowmesh.run.commands import run_evaluation, run_training
 from rowmesh.run.placement import configured_placement, evaluation_placement, problem_of, shapes_of
 from rowmesh.run.resolve import resolve
+from rowmesh.run.tasks import task_of
 
 FLOAT64 = ["tables.dtype=float64", "train.epochs=1"]
 
 
 def two_ranks():
     return Mesh(world_size=2, hosts=(0, 0), pids=(1, 2))
+
+
+def task_on(clicks, config):
+    return task_of(config, clicks)[0]
 
 
 @pytest.fixture
@@ -66,7 +71,7 @@ def test_any_plan_trains_the_same_model(train, make_plan, tmp_path):
 def test_a_run_moves_the_bytes_that_were_predicted(train, config_file, clicks, tmp_path):
     trained = train("run", "placement.strategy=cyclic", "parallel.transport=collective")
     config = resolve(config_file, FLOAT64)
-    predicted = problem_of(config, clicks, Topology.uniform(2)).cost(Plan.load(tmp_path / "run" / "plan.json"))
+    predicted = problem_of(task_on(clicks, config), Topology.uniform(2)).cost(Plan.load(tmp_path / "run" / "plan.json"))
     sent = [line["bytes_sent"] for line in trained.counters if line["group"] != "all groups"]
     whole_batches = sent[:7]
     # An epoch draws without replacement, and a batch is 7 % of this one: it holds slightly more distinct rows.
@@ -104,12 +109,12 @@ def test_an_evaluation_takes_the_plan_of_the_run_or_is_cyclic(train, make_plan, 
 def test_an_evaluation_may_ask_for_another_placement(config_file, clicks, make_plan, tmp_path):
     path = make_plan("fixed")
     config = resolve(config_file, [*FLOAT64, f"placement.plan={path}"])
-    placement = evaluation_placement(config, two_ranks(), clicks, tmp_path / "none.json", changed=True)
+    placement = evaluation_placement(task_on(clicks, config), two_ranks(), tmp_path / "none.json", changed=True)
     assert placement.plan == Plan.load(path)
-    placement = evaluation_placement(config, two_ranks(), clicks, tmp_path / "none.json", changed=False)
+    placement = evaluation_placement(task_on(clicks, config), two_ranks(), tmp_path / "none.json", changed=False)
     assert placement.source == "over all ranks, as the run recorded no plan"
     other = resolve(config_file, ["tables.dim=8"])
-    placement = evaluation_placement(other, two_ranks(), clicks, path, changed=False)
+    placement = evaluation_placement(task_on(clicks, other), two_ranks(), path, changed=False)
     assert placement.source.endswith("in nodes of 2, or other tables")
 
 
@@ -121,7 +126,7 @@ def test_plans_that_do_not_belong_to_the_run_are_refused(config_file, clicks, ma
     ]:
         mesh = two_ranks() if ranks == 2 else Mesh()
         with pytest.raises(ConfigurationError, match=message):
-            configured_placement(resolve(config_file, [*options, f"placement.plan={path}"]), mesh, clicks)
+            configured_placement(task_on(clicks, resolve(config_file, [*options, f"placement.plan={path}"])), mesh)
     for options, message in [
         ([f"placement.plan={tmp_path}/none.json"], r"cannot read the plan .*none.json: No such file"),
         ([f"placement.plan={config_file}"], r"clicks.toml: not a plan .*; make it with `rowmesh plan`"),
@@ -129,7 +134,7 @@ def test_plans_that_do_not_belong_to_the_run_are_refused(config_file, clicks, ma
         (["placement.strategy=auto", "placement.topology=2x4"], r"placement.topology: 2x4 is for 8 ranks, but 2 take"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
-            configured_placement(resolve(config_file, options), two_ranks(), clicks)
+            configured_placement(task_on(clicks, resolve(config_file, options)), two_ranks())
 
 
 def test_a_refusal_is_one_message_and_leaves_nothing(config_file, make_plan, command, tmp_path):

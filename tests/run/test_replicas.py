@@ -8,6 +8,7 @@ from rowmesh.placement import Plan
 from rowmesh.run.commands import run_evaluation
 from rowmesh.run.placement import configured_placement, shapes_of
 from rowmesh.run.resolve import resolve
+from rowmesh.run.tasks import task_of
 
 OPTIONS = ["tables.dtype=float64", "train.epochs=1"]
 
@@ -40,7 +41,7 @@ def test_averaged_replicas_are_equal_where_they_are_evaluated_and_saved(train, t
 
 def test_replicas_are_arranged_and_chosen_by_prediction(config_file, clicks):
     def placement(*options):
-        return configured_placement(resolve(config_file, [*OPTIONS, *options]), four_ranks(), clicks)
+        return configured_placement(task_of(resolve(config_file, [*OPTIONS, *options]), clicks)[0], four_ranks())
 
     for together in ("shards", "replicas"):
         placed = placement("parallel.replicas=2", f"parallel.together={together}")
@@ -77,9 +78,9 @@ def test_what_cannot_be_is_refused(config_file, clicks, tmp_path):
         (["parallel.sync_every=2"], "sync_every=2 is for synchronization='average'"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
-            configured_placement(resolve(config_file, [*OPTIONS, *options]), four_ranks(), clicks)
+            configured_placement(task_of(resolve(config_file, [*OPTIONS, *options]), clicks)[0], four_ranks())
     accepted = resolve(config_file, [*OPTIONS, shards, "parallel.together=shards", "parallel.synchronization=average"])
-    assert configured_placement(accepted, four_ranks(), clicks).plan.replica_counts == (2,)
+    assert configured_placement(task_of(accepted, clicks)[0], four_ranks()).plan.replica_counts == (2,)
 
 
 def test_drift_cannot_follow_replicas(config_file, command, tmp_path):
@@ -104,7 +105,7 @@ def test_replicas_of_dynamic_tables_train(train):
 
 def test_dynamic_tables_are_not_placed(config_file, clicks, tmp_path):
     def placement(*options):
-        return configured_placement(resolve(config_file, [*OPTIONS, *options]), four_ranks(), clicks)
+        return configured_placement(task_of(resolve(config_file, [*OPTIONS, *options]), clicks)[0], four_ranks())
 
     table = clicks.tables[0].name
     own = [f"tables.{table}.{option.removeprefix('tables.')}" for option in DYNAMIC]

@@ -67,10 +67,12 @@ class SequenceLoader(EpochLoader[SequenceBatch]):
                 f"{sequences.folder}: split {split!r} predicts nothing (split by {sequences.schema.split.by!r}); "
                 "prepare the data with another split"
             )
-        self._ends = (sequences.train_ends - 1 if split == "train" else sequences.targets(split))[self._users]
+        self.ends = (sequences.train_ends - 1 if split == "train" else sequences.targets(split))[self._users]
+        """Where the events that are read of each user end; the first that is predicted follows."""
         whole = sequences.offsets[self._users]
-        self._starts = np.maximum(whole, self._ends - max_length)
-        self.num_cut_events = int((self._starts - whole).sum())
+        self.starts = np.maximum(whole, self.ends - max_length)
+        """Where they begin."""
+        self.num_cut_events = int((self.starts - whole).sum())
         """Events of an epoch that are not read, because their users have more than `max_length`."""
 
     @property
@@ -99,12 +101,12 @@ class SequenceLoader(EpochLoader[SequenceBatch]):
             np.random.default_rng([self.seed, epoch]).shuffle(order)
         for start in range(first_batch * self.batch_size, self.num_users, self.batch_size):
             chosen = order[start : start + self.batch_size]
-            lengths = self._ends[chosen] - self._starts[chosen]
+            lengths = self.ends[chosen] - self.starts[chosen]
             yield self._gather(chosen[balance(lengths, self.world_size)[self.rank]])
 
     def _gather(self, chosen: NDArray[np.int64]) -> SequenceBatch:
         data = self.sequences
-        events, offsets = spans(self._starts[chosen], self._ends[chosen])
+        events, offsets = spans(self.starts[chosen], self.ends[chosen])
         targets = data.item_ids(data.items[events + 1])
         if self.split != "train":
             is_last = np.zeros(len(events), np.bool_)

@@ -10,9 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from rowmesh._support.suggest import hint
 from rowmesh.data.parquet import KnownForms
@@ -128,17 +126,6 @@ class RawData:
     def table_of(self, feature: str) -> str:
         """The feature after which the table of a feature is named: itself, unless it shares another's."""
         return self.schema.table_of(feature)
-
-    def counts(self, name: str) -> NDArray[np.int64]:
-        """Raises ConfigurationError: nobody has counted ids of raw data."""
-        raise ConfigurationError(
-            "a placement by frequency needs prepared data, and data.source is raw; leave it out, or run `rowmesh data "
-            "prepare` first"
-        )
-
-    def unordered_rows(self, name: str) -> range:
-        """None are known."""
-        return range(0)
 
     def source(self, location: str = "") -> Source:
         """The rows, from their start: these, or those at another place, which are not followed.

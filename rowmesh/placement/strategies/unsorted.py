@@ -80,8 +80,8 @@ class SortedTable:
     def profile(self) -> TableProfile:
         """The demand of the sorted rows."""
         table, order = self.table, self.order
-        batches = None if table.batches is None else table.batches[order]
-        return _joined(replace(table, lengths=table.lengths[order], accesses=table.accesses[order], batches=batches))
+        columns: dict[str, Any] = {name: values[order] for name, values in table.columns.items()}
+        return _joined(replace(table, lengths=table.lengths[order], **columns))
 
     @cached_property
     def begins(self) -> Ints:
@@ -96,13 +96,11 @@ class SortedTable:
         is_pooled = np.ones(len(table.lengths), np.bool_)
         is_pooled[kept] = False
         rows = float(table.lengths[is_pooled].sum())
-        accesses, batches = (
-            None if values is None else np.where(is_pooled, float(values @ (table.lengths * is_pooled)) / rows, values)
-            for values in (table.accesses, table.batches)
-        )
-        assert accesses is not None
-        pooled = replace(table, accesses=accesses, batches=batches)
-        return SortedTable(pooled, np.append(kept, np.flatnonzero(is_pooled)))
+        columns: dict[str, Any] = {
+            name: np.where(is_pooled, float(values @ (table.lengths * is_pooled)) / rows, values)
+            for name, values in table.columns.items()
+        }
+        return SortedTable(replace(table, **columns), np.append(kept, np.flatnonzero(is_pooled)))
 
     def put_back(self, planned: TablePlan, world_size: int, ranks_per_node: int) -> TablePlan:
         """A plan of the sorted rows as one of the rows where they are."""
@@ -229,9 +227,7 @@ class _Pieces:
 
 def _joined(table: TableProfile) -> TableProfile:
     """Neighbouring runs with equal counts as one."""
-    columns = [table.accesses] if table.batches is None else [table.accesses, table.batches]
-    changes = np.any([values[1:] != values[:-1] for values in columns], axis=0)
+    changes = np.any([values[1:] != values[:-1] for values in table.columns.values()], axis=0)
     first = np.flatnonzero(np.append(True, changes))
-    accesses, *batches = (values[first] for values in columns)
-    lengths = np.add.reduceat(table.lengths, first)
-    return replace(table, lengths=lengths, accesses=accesses, batches=batches[0] if batches else None)
+    columns: dict[str, Any] = {name: values[first] for name, values in table.columns.items()}
+    return replace(table, lengths=np.add.reduceat(table.lengths, first), **columns)

@@ -92,8 +92,10 @@ class Draws:
         self._options, self._seed, self._raw = options, np.array([seed], np.uint64), raw
         weights = counts if options.draw == "popularity" else np.ones_like(counts)
         self._ends = weights.cumsum()
+        self.chances = weights / weights.sum()
+        """float64 `[M]`, the probability with which each item is drawn."""
         with np.errstate(divide="ignore"):  # items that never occur are never drawn
-            self._log_q = torch.from_numpy(np.log(weights / weights.sum()))
+            self._log_q = torch.from_numpy(np.log(self.chances))
 
     def log_q(self, ids: Tensor) -> Tensor:
         """The log of the probability with which each item is drawn."""

@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from rowmesh._support.files.manifest import Manifest
 from rowmesh.data.events import Sequences
@@ -123,15 +121,6 @@ class SequenceData:
     def table_of(self, feature: str) -> str:
         """That of the items, or the column's own."""
         return ITEM if feature in (ITEM, SCORED) else feature
-
-    def counts(self, name: str) -> NDArray[np.int64]:
-        """Events of each item, or value of a side column, of all splits: they do not rise, as rows are numbered so."""
-        rows = self.sequences.items if self.table_of(name) == ITEM else self.sequences.side[name]
-        return np.bincount(rows, minlength=self.table(name).num_rows)
-
-    def unordered_rows(self, name: str) -> range:
-        """None are."""
-        return range(0)
 
     def split(self, key: str, name: str) -> SplitName:
         """A split by its name.

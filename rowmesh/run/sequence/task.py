@@ -18,6 +18,9 @@ from rowmesh.mesh.together import summed
 from rowmesh.models.sequence import Kind, SequenceEncoder
 from rowmesh.models.sequence.losses import binary_cross_entropy, cosine, sampled_softmax, score_shape
 from rowmesh.ops.linear import Shape
+from rowmesh.placement.plan import TableShape
+from rowmesh.placement.profile import Profile
+from rowmesh.placement.request import Request
 from rowmesh.run.config import Config, chosen
 from rowmesh.run.evaluation import Evaluation
 from rowmesh.run.fingerprint import Fingerprint, digest_values
@@ -30,6 +33,7 @@ from rowmesh.run.sequence.batches import Draws, SequencePart, SequenceStep, Step
 from rowmesh.run.sequence.data import ITEM, SCORED, SequenceData
 from rowmesh.run.sequence.evaluation import USERS, RankingEvaluation, evaluate_ranking, ranking_table
 from rowmesh.run.sequence.options import SequenceOptions
+from rowmesh.run.sequence.profile import profile_events
 from rowmesh.run.sequence.sharded_softmax import item_range, sharded_softmax
 from rowmesh.run.stopping import EarlyStopping
 from rowmesh.run.table_config import TableConfig
@@ -85,6 +89,12 @@ class SequenceTask:
                 )
         for problem in _problems(self.config):
             raise ConfigurationError(f"{problem} with model.name = {self.config.model.name!r}")
+
+    def profile(
+        self, shapes: Sequence[TableShape], request: Request, world_size: int, *, count_batches: bool = False
+    ) -> Profile:
+        """By the events that steps read, and the items that they score; see `rowmesh.run.sequence.profile`."""
+        return profile_events(self.config, self.data, shapes, request, world_size, count_batches=count_batches)
 
     def make_network(self, tables: Sequence[TableSpec]) -> tuple[nn.Module, OwnModel | None]:
         """The encoder."""

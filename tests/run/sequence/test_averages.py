@@ -41,7 +41,7 @@ PLAIN = SequenceOptions(seen="keep")  # vectors as they are
 def made(mesh, file, options):
     config = resolve(file, options)
     task, _ = task_of(config, open_data(config))
-    return build(task, mesh, configured_placement(task.config, mesh, task.data)), task
+    return build(task, mesh, configured_placement(task, mesh)), task
 
 
 def all_items(job):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from rowmesh.errors import ConfigurationError, DataError
 from rowmesh.mesh import Mesh
 from rowmesh.models.sequence.losses import full_softmax
 from rowmesh.placement import Plan
+from rowmesh.placement.request import Request
 from rowmesh.run.build import build
 from rowmesh.run.commands import run_evaluation, run_training
-from rowmesh.run.placement import Placement, shapes_of
+from rowmesh.run.placement import Placement, placed_shapes, shapes_of
 from rowmesh.run.resolve import resolve
 from rowmesh.run.sequence.recommend import recommend
 from rowmesh.run.tasks import open_data, task_of
@@ -122,3 +124,24 @@ def test_which_are_read_is_an_option(side_file, capsys):
 def test_what_cannot_be_is_refused_by_its_keys(side_file, option, message):
     with pytest.raises(ConfigurationError, match=message):
         run_training(resolve(side_file, [option]))
+
+
+def test_side_columns_are_read_with_the_events_of_training(side_file, with_side):
+    config = resolve(side_file, ["model.options.max_length=4"])
+    task, _ = task_of(config, open_data(config))
+    shapes = placed_shapes(task.config, task.data)
+    profile = task.profile(shapes, Request(batch_size=16), 2)
+    assert [table.name for table in profile.tables] == ["item", "action", "shelf"]
+    read = [np.zeros(shape.num_rows) for shape in shapes]
+    for user in with_side.users("train"):
+        end = with_side.train_ends[user] - 1
+        events = slice(max(end - 4, with_side.offsets[user]), end)
+        for counts, rows in zip(read[1:], with_side.side.values(), strict=True):
+            np.add.at(counts, rows[events], 1)
+    for table, counts in zip(profile.tables[1:], read[1:], strict=True):
+        assert table.accesses == pytest.approx(np.add.reduceat(counts, table.starts[:-1]) / table.lengths)
+        assert (table.drawn, table.is_split) == (None, False)
+    counted = task.profile(shapes, Request(batch_size=16), 2, count_batches=True)
+    for number in range(3):
+        few, many = (each.uniques(number, 16)[-1] for each in (profile, counted))
+        assert few == pytest.approx(many, rel=0.05)
