@@ -111,6 +111,7 @@ OPTIONS = {
     "pipeline": Option(_pipeline, ("pipeline", "micro-batch", "depth")),
     "accumulate": Option(_one_of(2, 3), ("accumulat",)),
     "evaluate": Option(_one_of(True)),
+    "averages": Option(_one_of(True), ("averag",)),
     "clip": Option(_one_of(0.01, 0.3, 10.0), ("clip", "norm")),
     "scaler": Option(_one_of(True), ("scaler", "scaled")),
     "frozen": Option(_one_of(["user"], ["item"], ["day", "item"], ["user", "item", "day"]), ("frozen",)),
@@ -177,6 +178,7 @@ def scenario_of(options: Options, seed: int, folder: Path) -> Scenario:
         max_norm=options.get("clip"),
         is_scaled=options.get("scaler", False),
         evaluates=options.get("evaluate", False),
+        averages=options.get("averages", False),
         pipeline=_pipelined(options),
         breaks=tuple(options.get("break", ())),
         pauses=tuple(options.get("pause", ())),
@@ -275,6 +277,7 @@ def twin_of(scenario: Scenario, options: Options) -> Scenario | None:
         return None
     twin = replace(
         scenario,
+        averages=scenario.averages and not options.keys() & {"checkpoint", "migration"},  # begin anew there
         tables=tuple(replace(each, storage="dense") if each.storage == "tiered" else each for each in scenario.tables),
         dynamic=tuple(
             (name, rules) for name, rules in scenario.dynamic if rules.mode == "drop"
@@ -367,6 +370,8 @@ def assert_same(mine: Trained, theirs: Trained) -> None:
     assert mine.losses == theirs.losses, "losses differ from those of the plain loop on as many ranks"
     pairs = [("vectors", *pair) for pair in zip(mine.outputs, theirs.outputs, strict=True)]
     pairs += [("network", *pair) for pair in zip(mine.head, theirs.head, strict=True)]
+    if len(mine.averaged) == len(theirs.averaged):
+        pairs += [("averages", *pair) for pair in zip(mine.averaged, theirs.averaged, strict=True)]
     for name, rows in mine.rows.items():
         pairs.append((f"rows of {name}", rows, theirs.rows[name]))
         pairs += [(f"{kind} of {name}", each, theirs.state[name][kind]) for kind, each in mine.state[name].items()]

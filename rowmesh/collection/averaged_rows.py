@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from rowmesh._support.background_saves import wait_for_background_saves
@@ -13,8 +20,9 @@ from rowmesh._support.interrupts import hold, release
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.mesh.waiting import gather_objects
-from rowmesh.tables.shard import LocalRows
-from rowmesh.tables.spec import names_of
+from rowmesh.tables.dynamic.layout import rules_of
+from rowmesh.tables.dynamic.table_shard import DynamicShard
+from rowmesh.tables.shard import LocalRows, StoredRows
 
 
 class AveragedRows:
@@ -25,6 +33,11 @@ class AveragedRows:
     tables it averages the cores. An update reads and writes as much memory as the rows have; to update every n steps,
     with decayⁿ, costs less.
 
+    Averages of tiered rows are where their rows are: in memory, or in a file of `Tiers.folder`. An average of a dynamic
+    table is of an id that two updates know: it begins with the row that the first update finds, and an id that is gone
+    at an update begins anew when it comes back. In a pipeline an update waits for the steps so far; where tables are
+    dynamic it pauses the pipeline, since what was opened ahead has changed which ids there are.
+
     Args:
         embeddings: the tables.
         decay: of an update.
@@ -33,7 +46,8 @@ class AveragedRows:
         num_updates: how many there were.
 
     Raises:
-        ConfigurationError: tables are tiered or dynamic, or their replicas averaged.
+        ConfigurationError: dynamic tables demote ids, or replicas are averaged.
+        OSError: the disk has no room for averages of tiered rows.
 
     Example:
         >>> from rowmesh import SparseBatch, TableSpec
@@ -47,16 +61,12 @@ class AveragedRows:
     def __init__(self, embeddings: EmbeddingCollection, decay: float = 0.999) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ConfigurationError(f"decay must be 0 to 1, got {decay}")
-        if tiered := names_of(embeddings.tables, "tiered"):
+        if demoting := [
+            table.name for table in embeddings.tables if table.storage == "dynamic" and rules_of(table).mode == "demote"
+        ]:
             raise ConfigurationError(
-                f"an average of the tiered tables {tiered} would need all their rows in memory; average the other "
-                "modules alone, or keep these tables dense"
-            )
-        if dynamic := names_of(embeddings.tables, "dynamic"):
-            raise ConfigurationError(
-                f"the dynamic tables {dynamic} have no moving average: their rows come and go with their ids, and an "
-                "evicted row's memory has another id's next; average the other modules alone, put these tables into a "
-                "collection of their own, or keep them dense"
+                f"the dynamic tables {demoting} have no moving average: their demoted ids have rows in a store, which "
+                'every update would read; average the other modules alone, or take mode="drop"'
             )
         if embeddings.synchronization.mode == "average" and any(
             count > 1 for count in embeddings.plan.replicas.values()
@@ -67,9 +77,24 @@ class AveragedRows:
             )
         self._embeddings, self.decay, self.num_updates = embeddings, decay, 0
         self._migrations = embeddings.engine.num_migrations
+        self._folder = embeddings.engine.options.tiers.folder
         # By piece of rows: its average, None while that stands in their place, and then the rows.
-        self._averages: list[Tensor | None] = [each.values.detach().cpu().clone() for each in self._current()]
+        self._averages: list[Tensor | None] = []
+        self._ids: list[
+            npt.NDArray[np.int64] | None
+        ] = []  # those that average and rows are of; None: they have numbers
+        for piece in self._current():
+            self._averages.append(self._kept(piece))
+            self._ids.append(piece.ids if isinstance(piece, _RowsOfIds) else None)
+            piece.forget()
         self._rows: list[Tensor | None] = [None] * len(self._averages)
+
+    def _kept(self, piece: _Piece) -> Tensor:
+        """A copy of rows that an update changes; of tiered ones beside these."""
+        values = piece.values.detach().cpu()
+        if self._folder is None or not isinstance(piece, StoredRows) or not values.numel():
+            return values.clone()
+        return _in_file(self._folder, values)
 
     def update(self) -> None:
         """Takes the rows as they are now into the average. Every rank calls it, between two steps.
@@ -84,9 +109,9 @@ class AveragedRows:
                 "`applied()` has ended, or after restore()"
             )
         with _held():  # all tables have as many updates
-            for average, piece in zip(self._averages, self._current(), strict=True):
-                assert average is not None
+            for number, piece in enumerate(self._current()):
                 now = piece.values.detach().cpu()
+                average = self._average(number, piece)
                 if self.num_updates:
                     average.lerp_(now, 1 - self.decay)
                 else:
@@ -152,21 +177,40 @@ class AveragedRows:
             if failures:
                 raise failures[0]
 
+    def _average(self, number: int, piece: _Piece) -> Tensor:
+        """The average of rows as they are now: of ids that it has, and for others, which are new, the row."""
+        average, before = self._averages[number], self._ids[number]
+        assert average is not None
+        if before is None:
+            return average
+        assert isinstance(piece, _RowsOfIds)
+        found = piece.values.clone()
+        _, here, there = np.intersect1d(piece.ids, before, assume_unique=True, return_indices=True)
+        found[torch.from_numpy(here)] = average[torch.from_numpy(there)]
+        self._averages[number], self._ids[number] = found, piece.ids
+        return found
+
     def _put_averages(self) -> None:
         for number, piece in enumerate(self._current()):
             reach("averaged_rows.put")
-            self._rows[number] = piece.values.detach().cpu().clone()  # from here on `_put_rows` sets them
-            _set(piece, self._averages[number])
-            self._averages[number] = None  # its memory: the average is where the rows were
+            average = self._average(number, piece)
+            rows = self._rows[number] = piece.values.detach().cpu().clone()  # from here on `_put_rows` sets them
+            _set(piece, average)
+            # Its memory, or file, has the rows: the average is where they were.
+            self._rows[number], self._averages[number] = average.copy_(rows), None
 
     def _put_rows(self) -> None:
         for number, piece in enumerate(self._current()):
             if (rows := self._rows[number]) is None:
                 continue
             reach("averaged_rows.put_back")
-            if self._averages[number] is None:
+            if is_lent := self._averages[number] is None:
                 self._averages[number] = piece.values.detach().cpu().clone()
+            average = self._averages[number]
+            assert average is not None
             _set(piece, rows)
+            if is_lent:
+                self._averages[number] = rows.copy_(average)
             self._rows[number] = None
 
     def _on_every_rank(self, action: Callable[[], None], doing: str) -> None:
@@ -182,10 +226,13 @@ class AveragedRows:
         if failed := [f"{mesh.name(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason]:
             raise RowmeshError(f"{doing} failed on rank {failed[0]}")
 
-    def _current(self) -> Iterator[LocalRows]:
+    def _current(self) -> Iterator[_Piece]:
         """Rows, and cores, of which each is to be committed after a change."""
         for shard in self._embeddings.shards("held"):
-            yield from shard.views
+            if isinstance(shard, DynamicShard):
+                yield _RowsOfIds(shard)
+            else:
+                yield from shard.views
 
     def _check(self) -> None:
         if self._embeddings.engine.num_migrations != self._migrations:
@@ -202,7 +249,49 @@ def _held() -> Iterator[None]:
         release()
 
 
-def _set(piece: LocalRows, now: Tensor | None) -> None:
-    assert now is not None
+class _RowsOfIds:
+    """The rows of the ids that this rank knows of a dynamic table: copies, which `commit` writes back.
+
+    Attributes:
+        ids: int64 `[n]`.
+    """
+
+    def __init__(self, shard: DynamicShard) -> None:
+        self._spec, self._pieces = shard.spec, shard.placed_rows
+        self.ids = np.concatenate([np.empty(0, np.int64), *(piece.rows for piece in self._pieces)])
+
+    @cached_property
+    def values(self) -> Tensor:
+        """`[n, D]`, in the host's memory."""
+        none = torch.empty(0, self._spec.dim, dtype=self._spec.dtype)
+        return torch.cat([none, *(piece.values for piece in self._pieces)])
+
+    def commit(self) -> None:
+        """Puts the values where the rows are."""
+        for piece, values in zip(
+            self._pieces, self.values.split([len(each.rows) for each in self._pieces]), strict=True
+        ):
+            piece.replace(values)
+
+    def forget(self) -> None:
+        """No-op: the copies are kept no longer than this is."""
+
+
+_Piece = LocalRows | _RowsOfIds
+
+
+def _set(piece: _Piece, now: Tensor) -> None:
     piece.values.copy_(now)
     piece.commit()
+
+
+def _in_file(folder: Path, values: Tensor) -> Tensor:
+    """A copy in a file that has no name and is gone with the last tensor of it; a full disk raises OSError here."""
+    path = folder / f"averages.{secrets.token_hex(8)}.rows"
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, values.nbytes)
+        found = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
+    finally:
+        path.unlink(missing_ok=True)
+    return found.view(values.shape).copy_(values)

@@ -361,6 +361,8 @@ class Engine:
         if self.resolver is None:
             route, again = self.router(batch, self.exchanges, moment), False
         else:
+            if self.control.stand_in and torch.is_grad_enabled():
+                self.control.check("dynamic tables are looked up with gradients, which admits and evicts ids")
             again = self._is_computed_again(batch)
             resolve = Resolving(self.resolver, time=batch.time, is_ahead=is_ahead, again=again)
             try:

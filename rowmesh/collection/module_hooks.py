@@ -197,12 +197,10 @@ class TableModule(nn.Module):
         holder = cast("Holder", self)
         has_state = holder.mesh.world_size == 1 and not names_of(holder.tables, "tiered", "dynamic")
         ways = "load_state_dict(embeddings.state_dict()), or by " * has_state + "rowmesh.save and rowmesh.load"
-        averages = "for a moving average of rows take rowmesh.AveragedRows in the place of AveragedModel"
-        if names_of(holder.tables, "tiered", "dynamic"):
-            averages = "a moving average of the rows of tiered and dynamic tables cannot be had"
         return RowmeshError(
             "an EmbeddingCollection cannot be copied or pickled: its rows may be spread over ranks. Make another with "
-            f"the same tables, and give it the rows by {ways}; {averages}"
+            f"the same tables, and give it the rows by {ways}; for a moving average of rows take rowmesh.AveragedRows "
+            "in the place of AveragedModel"
         )
 
     def save_state(self, kind: Kind) -> dict[str, Tensor]:

@@ -1,5 +1,8 @@
 """However a block with averages in the place of rows ends, rows come back, on every rank and to the bit."""
 
+import errno
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from rowmesh import (
     RowmeshError,
     SparseBatch,
     TableSpec,
+    Tiers,
 )
 from rowmesh._support.faults import arm
 from rowmesh.errors import CheckpointError, ConfigurationError
@@ -202,9 +206,110 @@ def test_where_one_rank_fails_rows_come_back_on_all(ranks: RankPool, transport):
         ranks.run(fail_on_rank_1, transport, point)
 
 
-def test_dynamic_tables_have_no_averages():
-    table = TableSpec(
-        name="item", dim=4, storage="dynamic", dynamic=Dynamic(capacity=10), initializer=Uniform(bound=0.1)
+# Rows of ids, and tiered ones
+
+RULES = (
+    {"capacity": 6, "eviction": "lru"},
+    {"capacity": 16, "eviction": "ttl", "ttl_steps": 2},
+    {"capacity": 6, "admit_after": 2, "missing": "zero"},
+)
+
+
+def dynamic(**rules: Any) -> TableSpec:
+    return TableSpec(
+        name="id",
+        dim=4,
+        storage="dynamic",
+        dynamic=Dynamic(shards=1, **rules),
+        initializer=Uniform(bound=0.1),
+        optimizer=AdaGrad(lr=0.1),
+        dtype=torch.float64,
     )
-    with pytest.raises(ConfigurationError, match=r"dynamic tables \['item'\] have no moving average.*come and go"):
-        AveragedRows(EmbeddingCollection([table]))
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_id_in_the_place_of_another_begins_with_its_own_row(rules, every):
+    draw = random.Random(0)
+    embeddings = EmbeddingCollection([dynamic(**rules)])
+    optimizer, averages = EmbeddingOptimizer(embeddings), AveragedRows(embeddings, decay=0.75)
+    expected, num_left = dict[int, torch.Tensor](), 0
+    for number in range(30):
+        ids = [draw.randrange(20) for _ in range(5)]
+        embeddings(SparseBatch.from_bags({"id": [[each] for each in ids]})).values.square().sum().backward()
+        optimizer.step()
+        if not number or number % every:  # at first nothing may be known
+            continue
+        averages.update()
+        known = embeddings.known_rows("id")
+        now = dict(zip(known.ids.tolist(), known.values, strict=True))
+        num_left += len(expected.keys() - now.keys())
+        before, expected = expected, {}
+        for each, row in now.items():
+            expected[each] = before[each].lerp(row, 0.25) if each in before else row
+        with torch.no_grad(), averages.applied():
+            asked = [*expected]
+            found = embeddings(SparseBatch.from_bags({"id": [[each] for each in asked]})).values
+        assert found.equal(torch.stack([expected[each] for each in asked]))
+        again = embeddings.known_rows("id")
+        assert again.ids.equal(known.ids)
+        assert again.values.equal(known.values)
+        assert again.state["sum"].equal(known.state["sum"])
+    assert num_left > 5
+
+
+def test_ids_that_came_since_the_last_update_have_their_rows():
+    embeddings = EmbeddingCollection([dynamic(capacity=6)])
+    optimizer, averages = EmbeddingOptimizer(embeddings), AveragedRows(embeddings)
+    batch = SparseBatch.from_bags({"id": [[1], [2]]})
+    embeddings(batch).values.sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        rows = embeddings(batch).values.clone()
+        with averages.applied():
+            assert embeddings(batch).values.equal(rows)
+
+
+def test_ids_cannot_come_where_averages_stand():
+    embeddings = EmbeddingCollection([dynamic(capacity=6)])
+    averages = AveragedRows(embeddings)
+    with averages.applied(), pytest.raises(RowmeshError, match=r"averages stand in the place.*admits and evicts ids"):
+        embeddings(SparseBatch.from_bags({"id": [[1]]}))
+    assert not len(embeddings.known_rows("id").ids)
+
+
+def test_tables_that_demote_have_no_averages():
+    with pytest.raises(ConfigurationError, match=r"dynamic tables \['id'\] have no moving average.*demoted ids"):
+        AveragedRows(EmbeddingCollection([dynamic(capacity=10, mode="demote", store="memory")]))
+
+
+def tiered(folder):
+    """Tiered tables that have many times the rows that fit, and their averages in files."""
+    tables = [replace(table, storage="tiered") for table in TABLES[:2]]
+    return EmbeddingCollection([*tables, TABLES[2]], tiers=Tiers(fast_share=0.01, fast_rows=4, folder=folder))
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_averages_of_tiered_rows_are_those_of_dense_ones(tmp_path, in_file):
+    found = []
+    for embeddings in (tiered(tmp_path if in_file else None), EmbeddingCollection(TABLES)):
+        optimizer, averages = EmbeddingOptimizer(embeddings), AveragedRows(embeddings, decay=0.5)
+        for _ in range(3):
+            step(embeddings, optimizer)
+            averages.update()
+        found.append([*ends_of(embeddings, averages), values_of(embeddings)])
+        assert not [*tmp_path.iterdir()]
+        embeddings.close()
+    for mine, theirs in zip(*found, strict=True):
+        assert equal(mine, theirs)
+    assert not equal(*found[0][:2])
+
+
+def test_a_full_disk_has_no_averages(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        AveragedRows(tiered(tmp_path))
+    assert not [*tmp_path.iterdir()]

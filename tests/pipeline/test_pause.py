@@ -11,6 +11,7 @@ import rowmesh
 from rowmesh import Checkpoints, EmbeddingOptimizer, Mesh
 from rowmesh.errors import DataError, RowmeshError
 from rowmesh.pipeline import Pipeline
+from rowmesh.tables import Dynamic, Tiers
 from tests.pipeline.test_ends import batches, make
 from tests.pipeline.test_pipeline import DOUBLE, assert_same, in_turn, whole
 from tests.support.jobs import pipelined_jobs, placed
@@ -35,6 +36,45 @@ def test_pauses_and_migrations_change_no_bit(ranks, world_size, examples):
             paused = replace(paused, migrations=((data.draw(st.integers(1, there.num_steps)), data.draw(plans)),))
         plain = replace(in_turn(there), migrations=paused.migrations)
         assert_same(whole(ranks, paused, transport), whole(ranks, plain, transport))
+
+    check()
+
+
+@pytest.mark.parametrize("world_size, examples", [(1, 3), (2, 3), pytest.param(4, 30, marks=pytest.mark.slow)])
+def test_averages_of_rows_are_those_of_the_plain_loop(ranks, world_size, examples):
+    """However tables are stored, ids come and go, and tiers hold little: averages, and all else, to the bit."""
+
+    @settings(max_examples=examples)
+    @given(data=st.data())
+    def check(data):
+        scenario = data.draw(pipelined_jobs(world_size, depth=data.draw(st.integers(0, 2)), micro_batches=1))
+        options = scenario.pipeline | {"clustering": "off", "exchange": "delta"}
+        scenario = replace(scenario, averages=True, num_steps=4, pipeline=options)
+        kinds = data.draw(st.lists(st.sampled_from(["tiered", "dynamic", "dense"]), min_size=4, max_size=4))
+        kinds = dict(zip([each.name for each in scenario.tables], kinds, strict=False))
+        # Each table has room for the ids of one step, and not for many more.
+        most = {
+            name: max(1, *(len({*scenario.ids_of(name, step, 0)}) for step in range(scenario.num_steps)))
+            for name in kinds
+        }
+        rules = data.draw(st.sampled_from([{}, {"admit_after": 2}, {"ttl_steps": 2}]))
+        dynamic = [
+            (name, Dynamic(capacity=most[name], shards=1, **rules)) for name in kinds if kinds[name] == "dynamic"
+        ]
+        rows = [
+            replace(each, storage="tiered" if kinds[each.name] == "tiered" else "dense") for each in scenario.tables
+        ]
+        scenario = replace(
+            scenario,
+            tables=tuple(rows),
+            dynamic=tuple(dynamic),
+            tiers=Tiers(fast_share=0.01, fast_rows=150, verify=True, poison=True, timeout_s=20.0),
+        )
+        plain = replace(scenario, pipeline=None)
+        transport = data.draw(st.sampled_from(["collective", "one_sided"]))
+        mine, theirs = whole(ranks, scenario, transport), whole(ranks, plain, transport)
+        assert len(mine.averaged) == scenario.num_steps
+        assert_same(mine, theirs)
 
     check()
 

@@ -40,6 +40,7 @@ def assert_same(mine, theirs):
     """To the bit, however rows are placed."""
     assert mine.losses == theirs.losses
     pairs = list(zip(mine.outputs + mine.head, theirs.outputs + theirs.head, strict=True))
+    pairs += zip(mine.averaged, theirs.averaged, strict=True)
     for name, rows in mine.rows.items():
         pairs.append((rows, theirs.rows[name]))
         pairs += [(values, theirs.state[name][state]) for state, values in mine.state[name].items()]

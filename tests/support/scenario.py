@@ -43,6 +43,8 @@ class Scenario:
         max_norm: of all gradients together, to which they are clipped before each step.
         is_scaled: whether a GradScaler scales the losses.
         evaluates: whether the next batch is looked up without gradients between the steps.
+        averages: whether rows are averaged after every step, and the next batch is looked up in averages; from the last
+            migration or reload on.
         plan: which ranks hold each row.
         migrations: (step, plan): goes over to the plan before the step, or at the end.
         replicas: of each table, where there is no plan.
@@ -75,6 +77,7 @@ class Scenario:
     max_norm: float | None = None
     is_scaled: bool = False
     evaluates: bool = False
+    averages: bool = False
     plan: Plan | None = None
     migrations: tuple[tuple[int, Plan], ...] = ()
     replicas: int = 1

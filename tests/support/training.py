@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import rowmesh
 from rowmesh._support.counters import CommonCounters, GroupCounters
+from rowmesh.collection.averaged_rows import AveragedRows
 from rowmesh.collection.joint_optimizer import JointOptimizer
 from rowmesh.collection.module import EmbeddingCollection
 from rowmesh.collection.optimizer import EmbeddingOptimizer
@@ -47,6 +48,7 @@ class Trained:
             cores', one after the other.
         copies: table → which rows this rank holds, copies included, and their values and states.
         owned: table → which rows this rank holds.
+        averaged: after each step, vectors of averages, of this rank's samples.
         head: the dense layers' parameters.
         counters: group → what it moved, on this rank.
         common: what the messages that serve all groups moved, on this rank.
@@ -58,6 +60,7 @@ class Trained:
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     owned: dict[str, list[int]] = field(default_factory=dict)
     copies: dict[str, tuple[list[int], dict[str, Tensor]]] = field(default_factory=dict)
+    averaged: list[Tensor] = field(default_factory=list)
     head: list[Tensor] = field(default_factory=list)
     counters: dict[str, GroupCounters] = field(default_factory=dict)
     common: CommonCounters = field(default_factory=CommonCounters)
@@ -152,6 +155,7 @@ class _Job:
         self._schedule = torch.optim.lr_scheduler.ExponentialLR(self._optimizer, scenario.decay)
         self._both = JointOptimizer(self._dense_optimizer, self._optimizer)
         self._scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if scenario.is_scaled else None
+        self._averages = AveragedRows(self.collection, 0.5) if scenario.averages else None
 
     def train(self) -> None:
         """All steps."""
@@ -174,6 +178,7 @@ class _Job:
         for before, plan in self._scenario.migrations:
             if before == step:
                 self.collection.migrate(plan)
+                self._averages = AveragedRows(self.collection, 0.5) if self._scenario.averages else None
                 dynamic = dict(self._scenario.dynamic)
                 tables = tuple(table for table in self.collection.plan.tables if table.shape.name not in dynamic)
                 assert replace(self.collection.plan, tables=tables) == plan
@@ -295,6 +300,11 @@ class _Job:
                 later = self._scenario.local_batch(step + 1, 0, self._mesh.rank)
                 sparse = self.head.weigh(later.sparse)
                 self.trained.outputs.append(_look_up(self.collection, self._scenario, sparse))
+        if self._averages is not None:
+            self._averages.update()
+            with torch.no_grad(), self._averages.applied():
+                sparse = self.head.weigh(self._scenario.local_batch(step + 1, 0, self._mesh.rank).sparse)
+                self.trained.averaged.append(_look_up(self.collection, self._scenario, sparse))
 
 
 def _look_up(collection: EmbeddingCollection, scenario: Scenario, sparse: SparseBatch) -> Tensor:
@@ -367,6 +377,7 @@ def merged(scenario: Scenario, parts: list[Trained]) -> Trained:
     """One job from what each rank left: whole tables, outputs of all samples."""
     whole = Trained(losses=parts[0].losses, head=parts[0].head, transport=parts[0].transport)
     whole.outputs = [torch.cat(outputs) for outputs in zip(*(part.outputs for part in parts), strict=True)]
+    whole.averaged = [torch.cat(outputs) for outputs in zip(*(part.averaged for part in parts), strict=True)]
     for table in scenario.stored:
         if table.storage in ("tensor_train", "dynamic"):
             _merge_equal(table.name, whole, parts)

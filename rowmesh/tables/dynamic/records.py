@@ -130,6 +130,10 @@ class ShardRows:
         """Optimizer state by name."""
         return {name: tensor[self._slots].cpu() for name, tensor in self._arena.state.items()}
 
+    def replace(self, values: Tensor) -> None:
+        """Sets the values, `[n, D]`, and leaves the states."""
+        self._arena.rows[self._slots] = values.to(self._arena.device)
+
     def forget(self) -> None:
         """No-op: nothing is kept."""
 

@@ -116,8 +116,13 @@ class DynamicShard(TableShard):
         """The rows in the order of the ids, and the records of demoted ids, with their facts."""
         if self._found is None:
             return {}
-        found = {"": [ShardRows(self._arena, ids, slots) for ids, slots in self._placed()]}
+        found = {"": self.placed_rows}
         return found if self._demoted is None else {**found, PREFIX: self._demoted.rows}
+
+    @property
+    def placed_rows(self) -> list[ShardRows]:
+        """The rows in the order of the ids, some at a time, without demoted ones; values can be replaced."""
+        return [] if self._found is None else [ShardRows(self._arena, ids, slots) for ids, slots in self._placed()]
 
     def _placed(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The rows in the order of the ids; one piece at least."""
