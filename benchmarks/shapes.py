@@ -45,8 +45,8 @@ class TrueProfile(Profile):
 
     cells: tuple[Cells, ...] = field(default=())
 
-    def presence(self, table: int, samples: int) -> Floats:
-        """The mean over the rows of each run of 1 − (1 − f)^samples."""
+    def presence(self, table: int, samples: int, *, share: float = 1.0, steps: int = 1) -> Floats:
+        """The mean over the rows of each run of 1 − (1 − f)^samples; nothing is read but what samples hold."""
         cells, profile = self.cells[table], self.tables[table]
         chance = -np.expm1(samples * np.log1p(-np.minimum(cells.frequency, 1 - 1e-16)))
         return np.bincount(cells.run, cells.rows * chance, len(profile.lengths)) / profile.lengths
