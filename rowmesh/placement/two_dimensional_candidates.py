@@ -15,8 +15,8 @@ from rowmesh.placement.plan import Plan
 from rowmesh.placement.strategies import search
 from rowmesh.placement.strategies.problem import Problem, least_bytes
 from rowmesh.placement.text import bytes_text
-from rowmesh.placement.topology import Floats, Topology
-from rowmesh.placement.two_dimensional_cost import ReplicaCost, cost_with_replicas
+from rowmesh.placement.topology import Floats
+from rowmesh.placement.two_dimensional_cost import MeanSeconds, ReplicaCost, cost_with_replicas, group_topology
 
 MOST_MIXED = 4  # plans whose tables differ are made of so many
 
@@ -71,27 +71,6 @@ class ReplicaCandidate:
     def is_mixed(self) -> bool:
         """Whether tables differ."""
         return len(self.problems) > 1
-
-
-def group_topology(topology: Topology, grid: Grid) -> Topology:
-    """The links within a replica group, as the mean over groups.
-
-    Example:
-        >>> topology = Topology.grouped(num_nodes=2, ranks_per_node=2, inter_over_intra=4.0)
-        >>> [group_topology(topology, Grid(4, 2, together)).cost[0, 1].item() for together in ("shards", "replicas")]
-        [1.0, 4.0]
-    """
-    if grid.replicas == 1:
-        return topology
-    per_node = grid.ranks_per_node(topology.ranks_per_node)
-    cost, latency = (
-        np.mean([values[np.ix_(group, group)] for group in grid.groups], axis=0)
-        for values in (topology.cost, topology.latency_s)
-    )
-    name = f"{topology.name}, a group of {grid.shards}"
-    return replace(
-        topology, name=name, num_nodes=grid.shards // per_node, ranks_per_node=per_node, cost=cost, latency_s=latency
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,11 +175,12 @@ class CandidateSearch:
 
     def _seconds_alone(self, candidate: ReplicaCandidate) -> Floats:
         """[tables], what each adds to the step of the mean rank, whether or not all fit."""
-        plan = candidate.plan
+        problem, plan = self.problem, candidate.plan
+        grid = Grid(problem.topology.world_size, candidate.replicas, candidate.together)
         if plan is None:
-            problems = {count: _limited(part, None) for count, part in candidate.problems.items()}
-            plan = self._plan(problems, Grid(self.problem.topology.world_size, candidate.replicas, candidate.together))
-        return np.array([self._cost(replace(plan, tables=(table,))).mean_s for table in plan.tables])
+            plan = self._plan({count: _limited(part, None) for count, part in candidate.problems.items()}, grid)
+        seconds = MeanSeconds(problem.topology, grid, problem.request, self.sync)
+        return np.array([seconds(replace(plan, tables=(table,)), problem.profile) for table in plan.tables])
 
 
 def _least(problem: Problem) -> int:

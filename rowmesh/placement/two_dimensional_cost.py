@@ -29,6 +29,7 @@ from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement.cost import NODE, ONE_HOP, SLOT_BYTES, TWO_HOP, Cost, Owners, cost_under
 from rowmesh.placement.demand import Demand
+from rowmesh.placement.pairs import Links
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
@@ -47,7 +48,6 @@ class ReplicaCost:
         exchange_s: of all-to-alls: the busiest rank's links one by one, its look-ups, and waits.
         sync_s: of synchronisation: the busiest rank's links one by one, and waits.
         dense_s: what averaging whole shards would take instead, as often.
-        mean_s: of both, of the mean rank, without waits: what tables add up to.
     """
 
     memory_bytes: np.ndarray
@@ -57,7 +57,6 @@ class ReplicaCost:
     exchange_s: float
     sync_s: float
     dense_s: float
-    mean_s: float
 
     @property
     def total_s(self) -> float:
@@ -123,7 +122,62 @@ def cost_with_replicas(
         exchange_s=float((_busy(exchange * topology.cost) + local).max()) + exchange_wait,
         sync_s=float(_busy(sync_bytes * topology.cost).max()) + sync_wait,
         dense_s=float(_busy(dense * topology.cost).max()) + dense_wait,
-        mean_s=float(((exchange + sync_bytes) * topology.cost).sum() + local.sum()) / plan.world_size,
+    )
+
+
+class MeanSeconds:
+    """Gives what a step takes the mean rank, without waits: that of a plan is the sum of that of its tables.
+
+    Costs of links are summed up once, since matrices of all pairs of ranks are large.
+
+    Args:
+        topology: of all T ranks.
+        grid: of all tables.
+        request: what steps are like.
+        sync: how replicas are kept together.
+    """
+
+    def __init__(self, topology: Topology, grid: Grid, request: Request, sync: Synchronization) -> None:
+        self._grid, self._request, self._sync = grid, request, sync
+        self._within = group_topology(topology, grid).cost
+        self._between = np.zeros(grid.shards)
+        for shard, ranks in enumerate(grid.replicate_groups):
+            links = topology.cost[np.ix_(ranks, ranks)]
+            if sync.dense:  # a ring
+                self._between[shard] = np.roll(links, -1, axis=0).diagonal().sum()
+            else:
+                self._between[shard] = links.sum() - links.diagonal().sum()
+
+    def __call__(self, plan: Plan, profile: Profile) -> float:
+        """Of tables that all have as many replicas as the grid."""
+        M, request, sync = self._grid.replicas, self._request, self._sync
+        part = _Part.of(plan, M, profile, request, sync)
+        cost = part.cost(request)
+        local = Links.of(cost.looked_up_bytes).sent @ self._within.diagonal()
+        seconds = M * (Links.of(cost.fetched + cost.pushed, self._within).total + local)
+        if M > 1 and request.training:
+            seconds += self._between @ part.sent_bytes(request, sync)
+        return float(seconds) / plan.world_size
+
+
+def group_topology(topology: Topology, grid: Grid) -> Topology:
+    """The links within a replica group, as the mean over groups.
+
+    Example:
+        >>> topology = Topology.grouped(num_nodes=2, ranks_per_node=2, inter_over_intra=4.0)
+        >>> [group_topology(topology, Grid(4, 2, together)).cost[0, 1].item() for together in ("shards", "replicas")]
+        [1.0, 4.0]
+    """
+    if grid.replicas == 1:
+        return topology
+    per_node = grid.ranks_per_node(topology.ranks_per_node)
+    cost, latency = (
+        np.mean([values[np.ix_(group, group)] for group in grid.groups], axis=0)
+        for values in (topology.cost, topology.latency_s)
+    )
+    name = f"{topology.name}, a group of {grid.shards}"
+    return replace(
+        topology, name=name, num_nodes=grid.shards // per_node, ranks_per_node=per_node, cost=cost, latency_s=latency
     )
 
 
@@ -171,7 +225,7 @@ class _Part:
         if sync.dense:
             return self.ring(sync.every)
         found = np.zeros((self.grid.world_size, self.grid.world_size))
-        for ranks, num_bytes in zip(self.grid.replicate_groups, self._sent_bytes(request, sync), strict=True):
+        for ranks, num_bytes in zip(self.grid.replicate_groups, self.sent_bytes(request, sync), strict=True):
             found[np.ix_(ranks, ranks)] = num_bytes
         np.fill_diagonal(found, 0.0)
         return found, (1 if self.grid.replicas == 2 else 2) / sync.every
@@ -180,13 +234,19 @@ class _Part:
         """The same of an all-reduce of whole shards round each replicate group, equation (1)."""
         T, M = self.grid.world_size, self.grid.replicas
         found = np.zeros((T, T))
-        for ranks, shard_bytes in zip(self.grid.replicate_groups, self.plan.memory_bytes, strict=True):
+        for ranks, num_bytes in zip(self.grid.replicate_groups, self._ring_bytes(every), strict=True):
             for rank, following in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
-                found[following, rank] = 2 * (M - 1) / M * shard_bytes / every
+                found[following, rank] = num_bytes
         return found, 2 * (M - 1) / every
 
-    def _sent_bytes(self, request: Request, sync: Synchronization) -> Floats:
-        """[N], what a rank of each shard sends to each other of its replicate group in a step."""
+    def _ring_bytes(self, every: int) -> Floats:
+        M = self.grid.replicas
+        return 2 * (M - 1) / M * np.array(self.plan.memory_bytes) / every
+
+    def sent_bytes(self, request: Request, sync: Synchronization) -> Floats:
+        """[N], what a rank of each shard sends in a step to each other of its replicate group, or to the next."""
+        if sync.dense:
+            return self._ring_bytes(sync.every)
         samples, M = request.batch_size * sync.every, self.grid.replicas
         own, union = (
             self._shard_bytes(self._touched(samples * ranks, share, sync.every), sync) / sync.every

@@ -15,8 +15,7 @@ from rowmesh.placement.request import Request
 from rowmesh.placement.strategies.problem import Problem, least_bytes
 from rowmesh.placement.topology import Topology
 from rowmesh.placement.two_dimensional import arrangements, compare_replicas
-from rowmesh.placement.two_dimensional_candidates import group_topology
-from rowmesh.placement.two_dimensional_cost import cost_with_replicas
+from rowmesh.placement.two_dimensional_cost import cost_with_replicas, group_topology
 from tests.placement.problems import problem
 
 LIMIT = 2_000_000

@@ -13,7 +13,7 @@ from rowmesh.placement.plan import RowRange, TablePlan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
-from rowmesh.placement.two_dimensional_cost import cost_with_replicas
+from rowmesh.placement.two_dimensional_cost import MeanSeconds, cost_with_replicas
 from tests.placement.problems import problem
 
 SHAPES = [TableShape("user", 60, 64, 64, 4), TableShape("item", 16, 32, 64, 8)]
@@ -186,8 +186,23 @@ def test_tables_that_differ_add_up():
     both = Plan((hot.tables[0], cold.tables[0]), 8, both.ranks_per_node)
     parts = [costs(plan, Synchronization()) for plan in (hot, cold)]
     cost = costs(both, Synchronization())
-    for name in ("memory_bytes", "lookups", "exchange_bytes", "sync_bytes", "mean_s"):
+    for name in ("memory_bytes", "lookups", "exchange_bytes", "sync_bytes"):
         assert getattr(cost, name) == pytest.approx(sum(getattr(part, name) for part in parts)), name
+
+
+@pytest.mark.parametrize(
+    "sync", [Synchronization(), Synchronization("average", 3), Synchronization("average", dense=True)]
+)
+@pytest.mark.parametrize("together", ["shards", "replicas"])
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_the_mean_rank_s_seconds_need_no_matrices(replicas, together, mode, every, dense):
+    topology, request, sync = Topology.load("2x4"), Request(batch_size=6), Synchronization(mode, every, dense)
+    plan = Plan.cyclic(SHAPES[:1], 8, 4, replicas=replicas, together=together)
+    cost = costs(plan, sync, topology=topology)
+    looked_up = cost.lookups * SHAPES[0].value_bytes @ topology.cost.diagonal()
+    expected = ((cost.exchange_bytes + cost.sync_bytes) * topology.cost).sum() + looked_up
+    found = MeanSeconds(topology, Grid(8, replicas, together), request, sync)(plan, small_profile())
+    assert found == pytest.approx(expected / 8, rel=1e-12)
 
 
 @pytest.mark.parametrize(("mode", "row_bytes"), [("exact", 4 + 64), ("average", 4 + 68)])
