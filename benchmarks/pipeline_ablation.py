@@ -108,7 +108,10 @@ def modes(count: int, depths: list[int]) -> dict[str, Mode]:
             if mode == "paper":
                 plain = Variant(depth, count, exchange="naive", final_rows=False)
                 clustered = replace(plain, clustering="greedy")
-            found |= {name: Mode(mode, plain), f"{name} clustered": Mode(mode, clustered)}
+            variants = {name: plain, f"{name} clustered": clustered}
+            if mode == "both":
+                variants |= {f"{each}, no final rows": replace(variants[each], final_rows=False) for each in variants}
+            found |= {each: Mode(mode, variant) for each, variant in variants.items()}
     return found
 
 

@@ -4,7 +4,8 @@ The schedule is played with durations that a model derives from those of steps d
 
     compute     of a micro-batch: its share of the samples, and COST_S for being one more
     dense       as measured: the network is averaged and updated beside the last gradients of rows
-    rows        its share of the batch's distinct rows, by Heaps' law; with final rows, FINAL_SHARE of them come before
+    rows        its share of the batch's distinct rows, by Heaps' law; where final rows come ahead, FINAL_SHARE of them
+                come before
     gradients   the same, from the end
     all others  as measured
 
@@ -20,7 +21,7 @@ from functools import partial
 
 from rowmesh.pipeline.cutter import Sizes, sizes_of
 from rowmesh.pipeline.playing import play, step_s
-from rowmesh.pipeline.schedule import Schedule, Task, make_schedule
+from rowmesh.pipeline.schedule import FINAL_BELOW, Schedule, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork, new_rows
 
 DEPTHS, COUNTS = (0, 1, 2, 3, 4), (1, 2, 4, 8)
@@ -143,7 +144,7 @@ def predicted_s(
     cut = sizes_of(1000 * count, count, sizes, work_of(stages))
     arrive = new_rows(cut, ROWS_EXPONENT) if can_split else [1.0, *([0.0] * (count - 1))]
     leave = new_rows(cut[::-1], ROWS_EXPONENT)[::-1] if can_split else [*([0.0] * (count - 1)), 1.0]
-    finds_final = depth > 0 and can_split
+    finds_final = depth > 0 and can_split and count < FINAL_BELOW
     final = FINAL_SHARE if finds_final else 0.0
 
     def seconds(task: Task) -> float:

@@ -42,7 +42,7 @@ from rowmesh.pipeline.device_recorder import DeviceRecorder
 from rowmesh.pipeline.ends import Ends
 from rowmesh.pipeline.loop import CurrentWindows, Loop, Setup
 from rowmesh.pipeline.recorder import Recorder
-from rowmesh.pipeline.schedule import COMPUTE, PREPARING, Task, make_schedule
+from rowmesh.pipeline.schedule import COMPUTE, FINAL_BELOW, PREPARING, Task, make_schedule
 from rowmesh.pipeline.sizes import WindowWork
 from rowmesh.pipeline.streams import DeviceStreams, HostStreams, Streams
 from rowmesh.sparse.convert import check_features
@@ -70,7 +70,8 @@ class Pipeline(Generic[T]):
         exchange: how the rows of a window travel: "delta" (each once), "naive" (with every micro-batch that has it, as
             in the paper) or "unsplit" (all with the first, gradients with the last).
         final_rows: whether rows that the batch before does not touch come during it; for delta, and a depth of 1 or
-            more.
+            more. None: with less than 4 micro-batches. With more, the first one needs few rows, and a message ahead
+            costs more than it hides (docs/nestpipe.md).
         sizes: of micro-batches, "even" or "light_ends".
         clustering: of samples into micro-batches: "off", "greedy" or "light_ends".
         work: what a window has to do, for uneven sizes.
@@ -119,7 +120,7 @@ class Pipeline(Generic[T]):
         micro_batches: int = 1,
         accumulate: int = 1,
         exchange: Form = "delta",
-        final_rows: bool = True,
+        final_rows: bool | None = None,
         sizes: Sizes = "even",
         clustering: Clustering = "off",
         work: WindowWork | None = None,
@@ -147,6 +148,8 @@ class Pipeline(Generic[T]):
         self._engine, self._overlap, self._exchange = embeddings.driven, overlap, exchange
         self._known = [name for table in embeddings.tables for name in table.features]
         self.cores = cores_of(embeddings.mesh)
+        if final_rows is None:
+            final_rows = accumulate * micro_batches < FINAL_BELOW
         finds_final = final_rows and depth > 0 and exchange == "delta"
         more = {} if work is None else {"work": work}
         self._windows = CurrentWindows(

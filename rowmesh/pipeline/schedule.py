@@ -31,6 +31,9 @@ COMPUTE = "compute"
 """The resource of the thread that drives the pipeline."""
 SENDING = ("rows", "gradients", "communication")
 """Resources whose threads exchange messages with other ranks, or meet them at barriers."""
+FINAL_BELOW = 4
+"""Micro-batches from which on final rows do not come ahead: those that the first one needs are few by then, and ahead
+they share the way with the averaging of the network's gradients."""
 REUSED_AFTER = 2
 """Turns after its own in which the memory of a batch is used again, on a device."""
 PREPARES = {"read": "reader", "copy": "copier", "route": "router"}

@@ -351,7 +351,7 @@ class PipelineConfig(Section):
     depth: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 0
     micro_batches: Annotated[int, Field(ge=1, le=31)] | Literal["auto"] = default_of(Pipeline, "micro_batches")
     exchange: Literal["delta", "naive", "unsplit"] = default_of(Pipeline, "exchange")
-    final_rows: bool = default_of(Pipeline, "final_rows")
+    final_rows: bool | None = default_of(Pipeline, "final_rows")
     sizes: Sizes = default_of(Pipeline, "sizes")
     communication_share: Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"] = 0.4
     clustering: Clustering = default_of(Pipeline, "clustering")

@@ -84,10 +84,10 @@ def test_a_line_says_what_is_hidden():
 def test_modes_are_off_and_what_has_so_many_micro_batches():
     assert [mode.name for mode in modes(1, [1, 2]).values()] == [OFF, "look-ahead", "look-ahead", "window"]
     several = modes(4, [1, 2])
-    assert [mode.name for mode in several.values()] == [OFF, *["window"] * 2, *["both"] * 4, *["paper"] * 2]
+    assert [mode.name for mode in several.values()] == [OFF, *["window"] * 2, *["both"] * 8, *["paper"] * 2]
     assert several[OFF].variant == Variant(0, 1, overlap=False)
     assert {mode.variant.micro_batches for mode in several.values()} == {1, 4}
-    assert [mode.is_clustered for mode in several.values()][1:] == [False, True] * 4
+    assert [mode.is_clustered for mode in several.values()][1:] == [False, True] * 6
 
 
 def test_kinds_have_both_synchronizations():
