@@ -94,7 +94,7 @@ def choose(
         schedule: makes that of a choice, from depth, number of micro-batches, `fetches_final` and `joins`.
 
     Example:
-        >>> stages = {"compute": 0.06, "rows": 0.02, "gradients": 0.02}
+        >>> stages = {"route": 0.01, "compute": 0.06, "rows": 0.02, "gradients": 0.02}
         >>> choice = choose(stages, {}, cores=2, can_split=True)
         >>> choice.depth, choice.step_s < 0.08
         (1, True)

@@ -23,8 +23,13 @@ def test_in_turn_is_the_sum():
 def test_a_window_hides_what_it_can():
     """Two even micro-batches: half the computation hides what is left of the rows, the other half the first push."""
     assert predict(0, 4) < predict(0, 1)
-    assert predict(1, 4) < predict(0, 4)
-    assert predict(1, 4) >= STAGES["compute"] + 4 * COST_S
+    assert predict(1, 2) < predict(0, 2)
+    assert predict(1, 2) >= STAGES["compute"] + 2 * COST_S
+
+
+def test_final_rows_are_not_expected_of_many_micro_batches():
+    """With nothing to read or to route, depth hides no more than the window does."""
+    assert predict(1, 4) == predict(0, 4)
 
 
 def test_what_cannot_be_split_is_not():

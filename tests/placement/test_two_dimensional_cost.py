@@ -190,9 +190,7 @@ def test_tables_that_differ_add_up():
         assert getattr(cost, name) == pytest.approx(sum(getattr(part, name) for part in parts)), name
 
 
-@pytest.mark.parametrize(
-    "sync", [Synchronization(), Synchronization("average", 3), Synchronization("average", dense=True)]
-)
+@pytest.mark.parametrize("mode, every, dense", [("exact", 1, False), ("average", 3, False), ("average", 1, True)])
 @pytest.mark.parametrize("together", ["shards", "replicas"])
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_the_mean_rank_s_seconds_need_no_matrices(replicas, together, mode, every, dense):
