@@ -1,8 +1,8 @@
 """EL-Rec's system as a whole: tensor-train, tiered and dense tables of one model, through a pipeline and in turn.
 
-One rank trains a DLRM with Criteo's tables: the largest are tensor-train tables, tables of a middle size are in a file
-that is read past the system's page cache, small ones are in memory. A parameter server's step is the baseline: every
-table is in the file, with the same share of rows in fast memory, and everything is done in turn.
+A DLRM with Criteo's tables is trained on one rank: the largest are tensor-train tables, tables of a middle size are in
+a file that is read past the system's page cache, small ones are in memory. A parameter server's step is the baseline:
+every table is in the file, with the same share of rows in fast memory, and everything is done in turn.
 
 - speed-up: the same system in turn over K batches ahead;
 - over the parameter server: its step over that of K batches ahead;

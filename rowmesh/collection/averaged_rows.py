@@ -62,7 +62,7 @@ class AveragedRows:
         if not 0.0 <= decay <= 1.0:
             raise ConfigurationError(f"decay must be 0 to 1, got {decay}")
         if demoting := [
-            table.name for table in embeddings.tables if table.storage == "dynamic" and rules_of(table).mode == "demote"
+            table.name for table in embeddings.tables if table.takes_any_id and rules_of(table).mode == "demote"
         ]:
             raise ConfigurationError(
                 f"the dynamic tables {demoting} have no moving average: their demoted ids have rows in a store, which "
@@ -78,11 +78,10 @@ class AveragedRows:
         self._embeddings, self.decay, self.num_updates = embeddings, decay, 0
         self._migrations = embeddings.engine.num_migrations
         self._folder = embeddings.engine.options.tiers.folder
-        # By piece of rows: its average, None while that stands in their place, and then the rows.
+        # By piece of rows: its average, None while that stands in their place, and then the rows; and the ids that
+        # both are of, None where rows have numbers.
         self._averages: list[Tensor | None] = []
-        self._ids: list[
-            npt.NDArray[np.int64] | None
-        ] = []  # those that average and rows are of; None: they have numbers
+        self._ids: list[npt.NDArray[np.int64] | None] = []
         for piece in self._current():
             self._averages.append(self._kept(piece))
             self._ids.append(piece.ids if isinstance(piece, _RowsOfIds) else None)

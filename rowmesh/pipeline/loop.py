@@ -40,7 +40,7 @@ _LEAVE_S = 10.0  # for a batch that a loop that is left owes other ranks
 
 
 class CurrentWindows:
-    """What fetches rows and sends gradients, one for each shard group, where rows are now. Making it is collective.
+    """The windows of each shard group, for where rows are now: they fetch and send. Making them is collective.
 
     Args:
         engine: of the tables.
@@ -63,7 +63,7 @@ class CurrentWindows:
 
 @dataclass(frozen=True)
 class Setup(Generic[T]):
-    """What all loops of a pipeline share.
+    """The parts that all loops of a pipeline share.
 
     Attributes:
         embeddings: the tables.
@@ -351,7 +351,7 @@ class Loop(Generic[T]):
     def _last_opened(self, num_given: int) -> int | None:
         """The step that the last batch opened in dynamic tables that stands there, for `DrivenEngine.take_back`.
 
-        The same on all ranks, where they could agree on it.
+        All ranks find the same step, where they could agree on it.
         """
         num_decided = num_given if self._ends.num_decided is None else min(num_given, self._ends.num_decided)
         return self._opened.get(num_decided - 1) if num_decided > self._begins_at else -1

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rowmesh.placement.demand import Demand
-from rowmesh.placement.pairs import Grid, Links, Pairs
+from rowmesh.placement.pairs import Links, Pairs, Spread
 from rowmesh.placement.plan import Plan, RowRange
 
 if TYPE_CHECKING:
@@ -96,18 +96,18 @@ class Cost:
 
     @property
     def fetched_bytes(self) -> float:
-        """Of requests and values, between all ranks."""
+        """The bytes of requests and values between all ranks."""
         return Links.of(self.fetched).total
 
     @property
     def pushed_bytes(self) -> float:
-        """Of gradients and what keeps copies equal, between all ranks."""
+        """The bytes of gradients, and of what keeps copies equal, between all ranks."""
         return Links.of(self.pushed).total
 
     @property
     def total_bytes(self) -> float:
-        """Between all ranks."""
-        return float(self.links.received.sum())
+        """The bytes between all ranks."""
+        return self.links.total
 
     @cached_property
     def lookups(self) -> np.ndarray:
@@ -182,53 +182,53 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     """`cost_of` where the demand is at hand."""
     W, G = plan.world_size, plan.ranks_per_node
     owners = Owners.of(plan, demand)
-    grid = Grid(W, G)
+    spread = Spread(W, G)
     u, n, U = demand.rank, demand.node, demand.world
     read, summed = demand.value_bytes[demand.table], demand.gradient_bytes[demand.table]
     value, gradient = demand.sent_value_bytes[demand.table], demand.sent_gradient_bytes[demand.table]
     rows, asked = owners.sum(u), owners.sum(n)
     values, values_asked = owners.sum(u * value), owners.sum(n * value)
 
-    fetch = grid.direct(values[ONE_HOP]) + grid.direct(rows[ONE_HOP]).times(SLOT_BYTES).reversed
-    fetch += grid.within(values[TWO_HOP] + values[NODE]) + grid.across(values_asked[TWO_HOP])
-    fetch += (grid.within(rows[TWO_HOP] + rows[NODE]) + grid.across(asked[TWO_HOP])).times(SLOT_BYTES).reversed
-    gradients = grid.direct(np.zeros(W))
+    fetch = spread.direct(values[ONE_HOP]) + spread.direct(rows[ONE_HOP]).times(SLOT_BYTES).reversed
+    fetch += spread.within(values[TWO_HOP] + values[NODE]) + spread.across(values_asked[TWO_HOP])
+    fetch += (spread.within(rows[TWO_HOP] + rows[NODE]) + spread.across(asked[TWO_HOP])).times(SLOT_BYTES).reversed
+    gradients = spread.direct(np.zeros(W))
     if training:
-        gradients = _gradients(owners, grid, u * gradient, n * gradient)
+        gradients = _gradients(owners, spread, u * gradient, n * gradient)
         copied = gradient + SLOT_BYTES
-        gradients += _copies(owners, grid, u * copied, n * copied, U * (summed + SLOT_BYTES))
+        gradients += _copies(owners, spread, u * copied, n * copied, U * (summed + SLOT_BYTES))
     return Cost(
         np.array(plan.memory_bytes),
-        _lookups(grid, rows, asked),
-        _lookups(grid, owners.sum(u * read), owners.sum(n * read)),
+        _lookups(spread, rows, asked),
+        _lookups(spread, owners.sum(u * read), owners.sum(n * read)),
         fetch.without_own(),
         gradients.without_own(),
         _rounds(plan, training),
     )
 
 
-def _gradients(owners: Owners, grid: Grid, of_rank: np.ndarray, of_node: np.ndarray) -> Pairs:
+def _gradients(owners: Owners, spread: Spread, of_rank: np.ndarray, of_node: np.ndarray) -> Pairs:
     """Gradients of rows that the owner was asked for, so that it knows the slots."""
     single, summed = owners.sum(of_rank), owners.sum(of_node)
-    up = grid.direct(single[ONE_HOP]) + grid.within(single[TWO_HOP] + single[NODE]) + grid.across(summed[TWO_HOP])
+    up = spread.direct(single[ONE_HOP]) + spread.within(single[TWO_HOP] + single[NODE]) + spread.across(summed[TWO_HOP])
     return up.reversed
 
 
-def _copies(owners: Owners, grid: Grid, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> Pairs:
+def _copies(owners: Owners, spread: Spread, of_rank: np.ndarray, of_node: np.ndarray, of_world: np.ndarray) -> Pairs:
     """Gradients with their slots of rows that have copies: up to the owner, and the sum down to the other holders."""
     single, summed, union = owners.sum(of_rank), owners.sum(of_node), owners.sum(of_world)
     through = summed[NODE] + summed[REPLICATED_TWO_HOP]
-    up = grid.direct(single[REPLICATED]) + grid.within(single[REPLICATED_TWO_HOP]) + grid.across(through)
-    down = grid.direct(union[REPLICATED]) + grid.within(union[REPLICATED_TWO_HOP])
-    return up.reversed + down + grid.across(union[NODE] + union[REPLICATED_TWO_HOP])
+    up = spread.direct(single[REPLICATED]) + spread.within(single[REPLICATED_TWO_HOP]) + spread.across(through)
+    down = spread.direct(union[REPLICATED]) + spread.within(union[REPLICATED_TWO_HOP])
+    return up.reversed + down + spread.across(union[NODE] + union[REPLICATED_TWO_HOP])
 
 
-def _lookups(grid: Grid, of_rank: np.ndarray, of_node: np.ndarray) -> Pairs:
+def _lookups(spread: Spread, of_rank: np.ndarray, of_node: np.ndarray) -> Pairs:
     """What rank j gathers for rank i: as holder, or as node leader for the others of its node."""
-    leaders = grid.within(of_rank[TWO_HOP])
+    leaders = spread.within(of_rank[TWO_HOP])
     own = of_rank[TWO_HOP] - leaders.diagonal
     everywhere = (of_rank[REPLICATED] + of_rank[REPLICATED_TWO_HOP]).sum()
-    found = grid.direct(of_rank[ONE_HOP]) + leaders + grid.across(of_node[TWO_HOP]) + grid.within(of_rank[NODE])
+    found = spread.direct(of_rank[ONE_HOP]) + leaders + spread.across(of_node[TWO_HOP]) + spread.within(of_rank[NODE])
     return replace(found, diagonal=found.diagonal + own + everywhere)
 
 

@@ -103,7 +103,7 @@ class Links:
 
     @property
     def total(self) -> float:
-        """Of all links."""
+        """The sum of all links."""
         return float(self.received.sum())
 
     @staticmethod
@@ -132,7 +132,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Grid:
+class Spread:
     """Spreads numbers of owners, [W], over the pairs of ranks that move them."""
 
     num_ranks: int

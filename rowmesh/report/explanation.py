@@ -278,7 +278,7 @@ class _Reason:
         return f"{each}, but the memory for copies is used up: only whole ranges and rounds of rows are copied"
 
     def _why_hops(self) -> Iterator[str]:
-        """Of a row that takes one hop or two where the other is cheaper."""
+        """Why a row takes one hop or two where the other is cheaper."""
         case = self.case
         if (other := case.other_hops) is not None:
             amount = self._amount(case.saving(other, case.way))
