@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -255,3 +256,13 @@ def test_a_step_on_one_rank_does_not_wait_for_the_gpu(device, storage):
     with refusing_waits():
         for _ in range(3):
             step(embeddings, optimizer, batch())
+
+
+def test_tables_on_a_device_send_rows():
+    item = table("item", 9, 4, "sgd")
+    with pytest.raises(ConfigurationError, match=r"tables \['item'\] are to send sums, and on .* tables send rows"):
+        EmbeddingCollection([replace(item, send="sums")], device="cuda")
+    plan = Plan((TablePlan.of_sums(TableShape.of(item), 0),), 1, 1)
+    with pytest.raises(ConfigurationError, match=r"tables \['item'\] are to send sums, and on .* tables send rows"):
+        EmbeddingCollection([item], plan=plan, device="cuda")
+    EmbeddingCollection([replace(item, send="auto")], device="cuda")

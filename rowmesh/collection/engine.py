@@ -619,6 +619,7 @@ class Engine:
                 "table beside them can migrate; save, and load under the other plan"
             )
         plan.check_fits(stored_shapes(self._tables), self.mesh.world_size, self.mesh.ranks_per_node)
+        check_sums(plan, self._tables, self.options.device)
         if tiered := names_of(self._tables, "tiered"):
             raise ConfigurationError(f"tables {tiered} are tiered, and rows of such cannot migrate; load a checkpoint")
         if (plan.replicas, plan.together) != (self.plan.replicas, self.plan.together):
@@ -655,6 +656,21 @@ class Engine:
 def stored_shapes(tables: Sequence[TableSpec]) -> list[TableShape]:
     """The shapes of those tables whose rows are stored, which plans are for."""
     return [TableShape.of(table) for table in tables if table.storage != "tensor_train"]
+
+
+def check_sums(plan: Plan, tables: Sequence[TableSpec], device: torch.device | None) -> None:
+    """Raises ConfigurationError where tables are to send sums and cannot, or are on a device, where none do yet."""
+    by_name = {table.name: table for table in tables}
+    sums = [table.name for table in plan.tables if table.send == "sums"]
+    for name in sums:
+        if why := by_name[name].why_no_sums:
+            raise ConfigurationError(f"table {name!r} sends sums by its plan, but {why}; plan it again, to send rows")
+    sums += [table.name for table in tables if table.send == "sums" and table.name not in sums]
+    if device is not None and sums:
+        raise ConfigurationError(
+            f"tables {sums} are to send sums, and on {device} tables send rows; give them send='rows' and a plan "
+            "without sums, or device='cpu'"
+        )
 
 
 def _are_equal(batch: SparseBatch, other: SparseBatch) -> bool:

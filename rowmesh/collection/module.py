@@ -16,7 +16,7 @@ from rowmesh._support.background_saves import wait_for_background_saves
 from rowmesh._support.counters import CommonCounters, GroupCounters
 from rowmesh.collection import table_shards
 from rowmesh.collection.driven_engine import DrivenEngine
-from rowmesh.collection.engine import Engine, FetchedRows, stored_shapes
+from rowmesh.collection.engine import Engine, FetchedRows, check_sums, stored_shapes
 from rowmesh.collection.module_hooks import TableModule, all_frozen, frozen_or_not
 from rowmesh.collection.outputs import Embeddings
 from rowmesh.errors import ConfigurationError, RowmeshError
@@ -134,6 +134,7 @@ class EmbeddingCollection(TableModule):
         warn_of_threads(self.mesh)
         agree_on_tables(self.mesh, tables, seed, transport, self.synchronization, plan, wire_dtype)
         plan.check_fits(stored_shapes(framed_tables), size, per_node)
+        check_sums(plan, tables, place)
         averaged = plan.replicas if self.synchronization.mode == "average" else {}
         self.tables = tuple(with_moment_scale(table, averaged.get(table.name, 1)) for table in tables)
         self.common_counters = CommonCounters()

@@ -39,8 +39,10 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid, Together
 from rowmesh.tables import TableSpec
 from rowmesh.tables.dense import compute_dtype
+from rowmesh.tables.spec import Send
 
 RuleName = Literal["cyclic", "node", "replicated", "fixed"]
+Sent = Literal["rows", "sums"]
 FORMAT = 1
 MAX_RANKS = 1 << 24  # `rowmesh.ops.route` keeps a rank in 24 bits
 _NUMBERS = ("start", "stop", "shift", "rank", "phase")  # of a range
@@ -56,6 +58,8 @@ class TableShape:
         value_bytes: of a row, which is what a fetch moves.
         gradient_bytes: of a row, which is what a push moves.
         state_bytes: optimizer state of a row, which every copy has too.
+        send: `TableSpec.send`, which strategies follow. It is no part of the shape: a plan, which has a `send` of its
+            own, fits the table whatever stands here.
     """
 
     name: str
@@ -63,6 +67,7 @@ class TableShape:
     value_bytes: int
     gradient_bytes: int
     state_bytes: int = 0
+    send: Send = field(default="rows", compare=False, repr=False)
 
     @staticmethod
     def of(table: TableSpec) -> TableShape:
@@ -74,7 +79,9 @@ class TableShape:
         """
         item = compute_dtype(table.dtype).itemsize
         state = sum(item * (1 if extent == "row" else table.dim) for extent in table.optimizer.state.values())
-        return TableShape(table.name, table.num_rows, table.dim * table.dtype.itemsize, table.dim * item, state)
+        value_bytes = table.dim * table.dtype.itemsize
+        send = "rows" if table.send == "auto" and table.why_no_sums else table.send
+        return TableShape(table.name, table.num_rows, value_bytes, table.dim * item, state, send)
 
     @property
     def row_bytes(self) -> int:
@@ -144,11 +151,24 @@ class TablePlan:
         shape: the table.
         ranges: of its rows.
         replicas: M, replica groups; the rules of the ranges speak of the ranks of one.
+        send: what an owner answers with in messages: the rows that were asked for, or their sums, one a bag. Sums are
+            of a table whose one range is fixed to an owner.
     """
 
     shape: TableShape
     ranges: tuple[RowRange, ...]
     replicas: int = 1
+    send: Sent = "rows"
+
+    @staticmethod
+    def of_sums(shape: TableShape, owner: int, replicas: int = 1) -> TablePlan:
+        """A table that is whole on one rank and sends sums.
+
+        Example:
+            >>> TablePlan.of_sums(TableShape("item", 10, 64, 64), owner=2).ranges
+            (RowRange(start=0, stop=10, rule='fixed', shift=0, rank=2, two_hop=False, phase=0),)
+        """
+        return TablePlan(shape, (RowRange(0, shape.num_rows, "fixed", rank=owner),), replicas, "sums")
 
     @property
     def name(self) -> str:
@@ -252,7 +272,9 @@ class Plan:
     ) -> Plan:
         """Every table cyclic over all ranks, or over those of a replica group: the plan of a run that has none.
 
-        The shift by the number of the table keeps the most frequent rows of all tables from meeting on one rank.
+        The shift by the number of the table keeps the most frequent rows of all tables from meeting on one rank. Tables
+        whose shape has `send="sums"` are whole on one rank each, so that ranks send about as much and have about as
+        much of them.
 
         Args:
             shapes: the tables.
@@ -271,6 +293,11 @@ class Plan:
             count = replicas if isinstance(replicas, int) else replicas[shape.name]
             size = Grid(world_size, count).shards
             tables.append(TablePlan(shape, (RowRange(0, shape.num_rows, shift=index % size),), count))
+        for count in {table.replicas for table in tables if table.shape.send == "sums"}:
+            whole = [i for i, table in enumerate(tables) if (table.shape.send, table.replicas) == ("sums", count)]
+            owners = _balanced_owners([tables[i].shape for i in whole], Grid(world_size, count).shards)
+            for i, owner in zip(whole, owners, strict=True):
+                tables[i] = TablePlan.of_sums(tables[i].shape, owner, count)
         return Plan(tuple(tables), world_size, ranks_per_node or world_size, together=together)
 
     def __repr__(self) -> str:
@@ -380,6 +407,7 @@ class Plan:
             except ConfigurationError as error:
                 raise ConfigurationError(f"table {table.name!r}: {error}") from error
             _check_ranges(table, grid.shards)
+            _check_send(table)
             table.cycles(grid.shards, grid.ranks_per_node(self.ranks_per_node))
         if memory_limit_bytes is not None:
             for rank, needed in enumerate(self.memory_bytes):
@@ -427,7 +455,7 @@ class Plan:
         if self.is_replicated:
             head["together"] = self.together
         tables = ",\n".join(
-            f'  {{"shape": {json.dumps(asdict(table.shape))}{_replicas(table)}, "ranges": [\n'
+            f'  {{"shape": {json.dumps(_described(table.shape))}{_replicas(table)}{_send(table)}, "ranges": [\n'
             + ",\n".join(f"    {json.dumps(_compact(part))}" for part in table.ranges)
             + "]}"
             for table in self.tables
@@ -450,6 +478,7 @@ class Plan:
                     TableShape(**entry["shape"]),
                     tuple(RowRange(**part) for part in entry["ranges"]),
                     entry.get("replicas", 1),
+                    entry.get("send", "rows"),
                 )
                 for entry in fields.pop("tables")
             )
@@ -496,6 +525,28 @@ def _replicas(table: TablePlan) -> str:
     return f', "replicas": {table.replicas}' if table.replicas != 1 else ""
 
 
+def _send(table: TablePlan) -> str:
+    return "" if table.send == "rows" else f', "send": {json.dumps(table.send)}'
+
+
+def _described(shape: TableShape) -> dict[str, Any]:
+    """The fields that a plan depends on."""
+    return {key: value for key, value in asdict(shape).items() if key != "send"}
+
+
+def _balanced_owners(shapes: Sequence[TableShape], num_ranks: int) -> list[int]:
+    """A rank for each table: as many bytes of vectors as others, then as few bytes of rows; wide and long tables first.
+
+    How many ids a bag has is not known here; a strategy that has a profile knows more.
+    """
+    owners, load = [0] * len(shapes), [(0, 0)] * num_ranks
+    sizes = [(shape.gradient_bytes, shape.row_bytes * shape.num_rows) for shape in shapes]
+    for index in sorted(range(len(shapes)), key=lambda i: sizes[i], reverse=True):
+        rank = owners[index] = min(range(num_ranks), key=lambda rank: load[rank])
+        load[rank] = (load[rank][0] + sizes[index][0], load[rank][1] + sizes[index][1])
+    return owners
+
+
 def _compact(part: RowRange) -> dict[str, Any]:
     """The fields that say something."""
     values = asdict(part)
@@ -510,7 +561,9 @@ def _check_types(plan: Plan) -> None:
     numbers = [("world_size", plan.world_size), ("ranks_per_node", plan.ranks_per_node)]
     for table in plan.tables:
         numbers.append((f"{table.name}.replicas", table.replicas))
-        numbers += [(f"{table.name}.{name}", value) for name, value in asdict(table.shape).items() if name != "name"]
+        numbers += [
+            (f"{table.name}.{name}", value) for name, value in _described(table.shape).items() if name != "name"
+        ]
         for part in table.ranges:
             numbers += [(f"{table.name}.{name}", getattr(part, name)) for name in _NUMBERS]
     for name, value in numbers:
@@ -542,3 +595,16 @@ def _check_ranges(table: TablePlan, world_size: int) -> None:
             raise ConfigurationError(f"{where}: the range is empty")
         if not (0 <= part.rank < world_size and 0 <= part.shift < world_size):
             raise ConfigurationError(f"{where}: rank {part.rank} or shift {part.shift} is not below {world_size} ranks")
+
+
+def _check_send(table: TablePlan) -> None:
+    """Raises ConfigurationError where a table sends what it cannot."""
+    if table.send not in get_args(Sent):
+        raise ConfigurationError(f"table {table.name!r}: send must be one of {get_args(Sent)}, got {table.send!r}")
+    first = table.ranges[0]
+    if table.send == "sums" and table.ranges != TablePlan.of_sums(table.shape, first.rank).ranges:
+        raise ConfigurationError(
+            f"table {table.name!r} sends sums, and its rows are in {len(table.ranges)} range(s), the first of rule "
+            f"{first.rule!r}{', two hops' if first.two_hop else ''}; sums are of a table whose one range is fixed to "
+            "an owner, in one hop: make it so, or have it send rows"
+        )

@@ -101,6 +101,6 @@ class Request:
         """
         limit = self.memory_limit_bytes
         if limit is None:
-            least = Plan.cyclic(shapes, world_size).memory_bytes[0]
+            least = max(Plan.cyclic(shapes, world_size).memory_bytes)
             limit = int(least * (1 + self.extra_memory))
         return limit if device_bytes is None else min(limit, device_bytes)

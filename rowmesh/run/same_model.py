@@ -64,6 +64,7 @@ def _of_model(config: Config, tables: list[str]) -> dict[str, Any]:
     own = {name: config.tables.of(name).model_dump(exclude_none=True) for name in tables}
     values["tables"] = {key: value for key, value in values["tables"].items() if key not in own} | own
     for table in (values["tables"], *own.values()):
+        del table["send"]
         for key in ("store", "store_retry_s"):  # checkpoints have the records, wherever they were
             table["dynamic"].pop(key, None)
         if not averages:

@@ -121,6 +121,8 @@ class TableConfig(Section):
         tensor_train: what the cores are like.
         dynamic: how many ids a dynamic table holds, whom it admits and whom it evicts.
         frozen: whether rows are looked up and not trained.
+        send: what travels in messages: rows, pooled where the sample is; sums, of tables that are whole on one rank,
+            which pools them; or auto: what is fewer bytes, where a plan is searched for.
     """
 
     dim: Positive = 16
@@ -134,6 +136,7 @@ class TableConfig(Section):
     tensor_train: TensorTrainConfig = TensorTrainConfig()
     dynamic: DynamicConfig = DynamicConfig()
     frozen: bool = False
+    send: Literal["auto", "rows", "sums"] = "rows"
 
     @property
     def takes_any_id(self) -> bool:

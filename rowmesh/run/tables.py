@@ -128,6 +128,7 @@ def _table_spec(name: str, num_rows: int, tables: TablesConfig, features: tuple[
             tensor_train=_tensor_train(config.tensor_train) if is_cored else None,
             dynamic=dynamic,
             frozen=config.frozen,
+            send=config.send,
         )
     except TypeError as error:
         raise ConfigurationError(f"table {name!r}: {error}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from rowmesh.tables.update_rules import RowWiseAdaGrad, UpdateRule
 
 Pooling = Literal["sum", "mean", "none"]
 Storage = Literal["dense", "tiered", "tensor_train", "dynamic"]
+Send = Literal["auto", "rows", "sums"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class TableSpec:
         dynamic: of a dynamic table: how many ids it holds, which it admits and which it evicts.
         frozen: whether rows begin frozen: looked up, and not trained. Frozen tables fuse with each other alone, so that
             `EmbeddingCollection.unfreeze` and `freeze` can name them apart from others.
+        send: what travels in messages: "rows", which are pooled where the sample is; "sums": the table is whole on one
+            rank, which gets the ids and answers with one vector a bag; "auto": sums where a plan that is searched for
+            finds that they are fewer bytes, else rows. The same model, to the bit. Sums are of dense, pooled tables on
+            hosts; where ranks read each other's memory, rows are read in place whatever this says.
 
     Example:
         >>> TableSpec(name="item", num_rows=1_000_000, dim=64).features
@@ -92,6 +97,7 @@ class TableSpec:
     tensor_train: TensorTrain | None = None
     dynamic: Dynamic | None = None
     frozen: bool = False
+    send: Send = "rows"
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -132,6 +138,10 @@ class TableSpec:
                 f"got {self.out_of_range!r}"
             )
         self._check_storage()
+        if self.send not in get_args(Send):
+            raise ConfigurationError(f"table {self.name!r}: send must be one of {get_args(Send)}, got {self.send!r}")
+        if self.send == "sums" and self.why_no_sums:
+            raise ConfigurationError(f"table {self.name!r}: send='sums', but {self.why_no_sums}; send 'rows' or 'auto'")
 
     def _check_dynamic(self) -> None:
         """Says how many rows there are, where that is not given."""
@@ -237,6 +247,13 @@ class TableSpec:
     def caches_rows(self) -> bool:
         """Whether the rows in use are in fast memory, and all rows in a backing store."""
         return TRAITS[self.storage].caches_rows
+
+    @property
+    def why_no_sums(self) -> str:
+        """Why an owner cannot answer with sums of its bags; "" where it can."""
+        if self.storage != "dense":
+            return f"the table is {self.storage}, and sums are of dense tables"
+        return "it has pooling='none', so that its bags have no sums" if self.pooling == "none" else ""
 
     @property
     def takes_scores(self) -> bool:

@@ -7,6 +7,7 @@ import torch
 
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, RowmeshError, SparseBatch, TableSpec
 from rowmesh.errors import ConfigurationError, DataError, IdRangeError
+from rowmesh.placement import Plan, TablePlan, TableShape
 from rowmesh.tables import Constant
 from rowmesh.tables.spec import MAX_DIM
 from rowmesh.tables.update_rules import SGD, AdaGrad, Adam, RowWiseAdaGrad
@@ -143,6 +144,25 @@ def test_under_distributed_data_parallel(ranks, transport):
 def a_table(**options):
     options = {"name": "item", "num_rows": 10, "dim": 4, "optimizer": SGD(lr=1.0), "initializer": Constant()} | options
     return TableSpec(**options)
+
+
+def test_a_plan_may_send_sums_of_dense_pooled_tables_alone():
+    def plan_of(table):
+        return Plan((TablePlan.of_sums(TableShape.of(table), 0),), 1, 1)
+
+    sequence, tiered = a_table(pooling="none"), a_table(storage="tiered")
+    for table, why in ((sequence, "it has pooling='none'"), (tiered, "the table is tiered")):
+        with pytest.raises(
+            ConfigurationError, match=f"table 'item' sends sums by its plan, but {why}.*; plan it again"
+        ):
+            EmbeddingCollection([table], plan=plan_of(table))
+    with pytest.raises(ConfigurationError, match=r"table 'item' sends sums by its plan, but it has pooling='none'"):
+        EmbeddingCollection([sequence]).migrate(plan_of(sequence))
+    embeddings = EmbeddingCollection([a_table()])
+    embeddings.migrate(plan_of(a_table()))
+    assert embeddings.plan.tables[0].send == "sums"
+    embeddings.migrate(Plan.cyclic([TableShape.of(a_table())], 1))
+    assert embeddings.plan.tables[0].send == "rows"
 
 
 def test_zero_grad_forgets_gradients():

@@ -80,6 +80,58 @@ def test_a_plan_that_is_not_one_is_refused(ranges, message):
         Plan((TablePlan(SHAPE, ranges),), 2, 2).check()
 
 
+@pytest.mark.parametrize(
+    ("ranges", "found"),
+    [
+        ((RowRange(0, 10),), "in 1 range.s., the first of rule 'cyclic'"),
+        ((RowRange(0, 10, "fixed", rank=1, two_hop=True),), "in 1 range.s., the first of rule 'fixed', two hops"),
+        ((RowRange(0, 4, "fixed"), RowRange(4, 10, "fixed")), "in 2 range.s., the first of rule 'fixed'"),
+    ],
+)
+def test_sums_are_of_a_table_that_is_whole_on_one_rank(ranges, found):
+    plan = Plan((TablePlan(SHAPE, ranges, send="sums"),), 4, 2)
+    with pytest.raises(ConfigurationError, match=f"table 'item' sends sums, and its rows are {found}.*; sums are of"):
+        plan.check()
+    replace(plan, tables=(replace(plan.tables[0], send="rows"),)).check()
+    with pytest.raises(ConfigurationError, match=r"table 'item': send must be one of \('rows', 'sums'\), got 'auto'"):
+        replace(plan, tables=(replace(plan.tables[0], send="auto"),)).check()
+
+
+def test_a_file_says_which_tables_send_sums():
+    rows = TablePlan(replace(SHAPE, name="rows", send="sums"), (RowRange(0, 10),))
+    plan = Plan((TablePlan.of_sums(replace(SHAPE, send="auto"), 1, 2), rows), 4, 4)
+    text = plan.to_json()
+    assert text.count('"send"') == 1, "rows are not written, nor what a table was to send"
+    assert Plan.from_json(text) == plan
+    assert [table.send for table in Plan.from_json(text).tables] == ["sums", "rows"]
+    assert plan != replace(plan, tables=(replace(plan.tables[0], send="rows"), rows))
+    assert [table.send for table in plan.part(2).tables] == ["sums"]
+    with pytest.raises(ConfigurationError, match=r"send must be one of .* got 3"):
+        Plan.from_json(text.replace('"send": "sums"', '"send": 3'))
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.sampled_from([8, 16])), min_size=1, max_size=12), st.integers(1, 5))
+def test_tables_that_send_sums_are_shared_out_over_the_ranks(tables, ranks):
+    shapes = [TableShape(f"t{i}", rows, size, size, send="sums") for i, (rows, size) in enumerate(tables)]
+    rows = replace(SHAPE, send="auto")
+    plan = Plan.cyclic([*shapes, rows], 2 * ranks, replicas={"item": 1} | {shape.name: 2 for shape in shapes})
+    plan.check()
+    assert plan.table("item") == TablePlan(rows, (RowRange(0, 10, shift=len(shapes) % (2 * ranks)),))
+    vectors = [0] * ranks
+    for table in plan.tables[:-1]:
+        assert table == TablePlan.of_sums(table.shape, table.ranges[0].rank, 2)
+        vectors[table.ranges[0].rank] += table.shape.gradient_bytes
+    assert max(vectors) - min(vectors) <= max(size for _, size in tables)
+
+
+def test_ranks_own_equally_many_vectors_then_equally_many_rows():
+    shapes = [TableShape(f"t{i}", rows, 8, 8, send="sums") for i, rows in enumerate([1, 90, 1, 1, 1, 1])]
+    owners = [table.ranges[0].rank for table in Plan.cyclic(shapes, 2).tables]
+    assert [owners.count(owner) for owner in owners] == [3] * 6
+    shapes = [TableShape(f"t{i}", rows, 8, 8, send="sums") for i, rows in enumerate([40, 90, 50])]
+    assert [table.ranges[0].rank for table in Plan.cyclic(shapes, 2).tables] == [1, 0, 1]
+
+
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     path = tmp_path / "plan.json"
     with pytest.raises(ConfigurationError, match=r"cannot read the plan .*plan\.json"):

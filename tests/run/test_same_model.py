@@ -21,6 +21,7 @@ def changed(config_file, before, now):
         ["tables.storage=tiered", "tiers.fast_share=0.5"],
         ["tables.storage=dense"],
         ["tables.C1.replicas=2"],
+        ["tables.send=auto", "tables.C1.send=sums"],
         ["tables.C1.dim=4"],  # as all have
         ["train.eval_every=3", "data.test=other", "data.folder=elsewhere"],
     ],

@@ -1,4 +1,4 @@
-"""Clipping and freezing in `rowmesh train`."""
+"""Clipping, freezing and sending sums in `rowmesh train`."""
 
 import pytest
 
@@ -34,3 +34,10 @@ def test_what_cannot_be_clipped(config_file, overrides, message):
 def test_frozen_tables(config_file, clicks):
     config = resolve(config_file, ["tables.C2.frozen=true"])
     assert [spec.frozen for spec in table_specs(config.tables, clicks)] == [False, True, False, False, False]
+
+
+def test_tables_that_send_sums(config_file, clicks):
+    config = resolve(config_file, ["tables.send=auto", "tables.C2.send=sums"])
+    assert [spec.send for spec in table_specs(config.tables, clicks)] == ["auto", "sums", "auto", "auto", "auto"]
+    with pytest.raises(ConfigurationError, match="table 'C2': send='sums', but the table is tiered"):
+        table_specs(resolve(config_file, ["tables.storage=tiered", "tables.C2.send=sums"]).tables, clicks)

@@ -11,7 +11,7 @@ from rowmesh.tables.update_rules import SGD, AdaGrad, RowWiseAdaGrad
 def test_defaults():
     table = TableSpec(name="item", num_rows=9, dim=4)
     assert (table.features, table.pooling, table.dtype) == (("item",), "sum", torch.float32)
-    assert table.out_of_range == "error"
+    assert (table.out_of_range, table.send) == ("error", "rows")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,9 @@ def test_defaults():
         ({"out_of_range": "clamp"}, "'error' or a row below 9, got 'clamp'"),
         ({"out_of_range": None}, "'error' or a row below 9, got None"),
         ({"features": ()}, "no features.*leave the table out"),
+        ({"send": "ids"}, r"send must be one of \('auto', 'rows', 'sums'\), got 'ids'"),
+        ({"send": "sums", "pooling": "none"}, "send='sums', but it has pooling='none'.*send 'rows' or 'auto'"),
+        ({"send": "sums", "storage": "tiered"}, "send='sums', but the table is tiered, and sums are of dense tables"),
     ],
 )
 def test_refuses(change, message):

@@ -22,12 +22,13 @@ Example:
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from rowmesh.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rowmesh.placement.plan import Plan
+    from rowmesh.placement.plan import Plan, TablePlan
     from rowmesh.placement.profile import Profile
     from rowmesh.placement.request import Request
     from rowmesh.placement.topology import Topology
@@ -91,5 +92,20 @@ def search(name: str, profile: Profile, topology: Topology, request: Request) ->
         from rowmesh.placement.strategies.unsorted import search_sorted
 
         plan = search_sorted(strategy, profile, topology, request)
+    plan = _with_sums(plan)
     plan.check()
     return plan
+
+
+def _with_sums(plan: Plan) -> Plan:
+    """The plan with tables that must send sums whole on their owners."""
+    sums = [table.shape for table in plan.tables if table.shape.send == "sums"]
+    if not sums:
+        return plan
+    whole = type(plan).cyclic(sums, plan.world_size, plan.ranks_per_node)
+    names = {shape.name for shape in sums}
+
+    def chosen(table: TablePlan) -> TablePlan:
+        return whole.table(table.name) if table.name in names else table
+
+    return replace(plan, tables=tuple(map(chosen, plan.tables)))

@@ -57,6 +57,15 @@ def test_auto_is_never_above_any_plan_that_fits_by_more_than_the_model_is_exact_
             assert best <= problem.objective(plan) * (1 + NOISE) * (1 + 1e-8) + 1e-12, name
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_tables_that_must_send_sums_are_whole_in_every_plan(name):
+    shapes = [TableShape(name, 40, 64, 64, send="sums" if name < "c" else "rows") for name in "abcd"]
+    profile = Profile.from_counts({shape.name: np.arange(80, 40, -1) for shape in shapes}, shapes, num_samples=2000)
+    plan = search(name, profile, Topology.uniform(2), Request(batch_size=4))
+    assert [table.send for table in plan.tables] == ["sums", "sums", "rows", "rows"]
+    assert sorted(table.ranges[0].rank for table in plan.tables[:2]) == [0, 1]
+
+
 @pytest.mark.parametrize("deduplicated", [True, False])
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("topology", [Topology.uniform(8), Topology.grouped(2, 4, 4.21)], ids=lambda t: t.name)
