@@ -60,6 +60,7 @@ DEVICE = "tests/test_device.py tests/exchange/device tests/pipeline/test_device.
 GATHER, ROUTE, MERGE = "rowmesh/ops/gather/cpu.py", "rowmesh/ops/route/cpu.py", "rowmesh/ops/merge_update/merging.py"
 WINDOW, EXCHANGE = "rowmesh/ops/window/cpu.py", "rowmesh/exchange"
 DYNAMIC, CHECKPOINT, SEQUENCE = "rowmesh/tables/dynamic", "rowmesh/checkpoint", "rowmesh/run/sequence"
+MERGE_UPDATE, SUMS = "rowmesh/ops/merge_update/cpu.py", "tests/test_sums.py"
 PUBLISHER = "rowmesh/publish/publisher.py"
 
 MUTATIONS = [
@@ -171,7 +172,7 @@ MUTATIONS = [
     ),
     Mutation(
         "two hops: forwarding is skipped",
-        f"{EXCHANGE}/collective.py",
+        f"{EXCHANGE}/collective_group.py",
         "            self._copies.pass_on(received, self._within, update)\n",
         "            pass\n",
         PLANS,
@@ -408,6 +409,41 @@ MUTATIONS = [
         "                each.take_others(group, slots)\n",
         "                pass\n",
         "tests/pipeline/test_tiers_of_replicas.py",
+    ),
+    Mutation(
+        "sums: gradients are summed over all ranks at once",
+        MERGE_UPDATE,
+        "stop = load_i64(ends + 8 * source)",
+        "stop = 1 << 40",
+        SUMS,
+    ),
+    Mutation(
+        "sums: gradients are not summed node by node",
+        MERGE_UPDATE,
+        "if source // per_node != node:",
+        "if source < node:",
+        SUMS,
+    ),
+    Mutation(
+        "sums: ranks in another order",
+        f"{EXCHANGE}/bags.py",
+        'order = np.argsort(np.array(tables, np.int64), kind="stable")',
+        "order = np.lexsort((-np.array(of_message, np.int64), np.array(tables, np.int64)))",
+        SUMS,
+    ),
+    Mutation(
+        "sums: a mean is over the ids of the feature",
+        f"{EXCHANGE}/bags.py",
+        "codes = np.where((lengths",
+        "lengths[:] = lengths.max(1, keepdims=True)\n        codes = np.where((lengths",
+        SUMS,
+    ),
+    Mutation(
+        "sums: gradients of the step before",
+        f"{EXCHANGE}/summing.py",
+        "            both[0].second.wait()\n",
+        "            pass\n",
+        SUMS,
     ),
 ]
 

@@ -107,6 +107,10 @@ class GroupCounters:
         self.ids += ids
         self.unique_ids += unique_ids
 
+    def add_ids(self, count: int) -> None:
+        """Adds ids of a batch that was routed before: those in bags whose sums travel."""
+        self.ids += count
+
     def add_unique(self, count: int) -> None:
         """Adds unique ids of a batch that was routed before."""
         self.unique_ids += count

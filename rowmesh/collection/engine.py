@@ -359,14 +359,14 @@ class Engine:
             RowmeshError: this rank cannot; where there are dynamic tables, all ranks know.
         """
         if self.resolver is None:
-            route, again = self.router(batch, self.exchanges, moment), False
+            route, again = self.router(batch, self.exchanges, moment, is_ahead=is_ahead), False
         else:
             if self.control.stand_in and torch.is_grad_enabled():
                 self.control.check("dynamic tables are looked up with gradients, which admits and evicts ids")
             again = self._is_computed_again(batch)
             resolve = Resolving(self.resolver, time=batch.time, is_ahead=is_ahead, again=again)
             try:
-                route = self.router(batch, self.exchanges, moment, resolve)
+                route = self.router(batch, self.exchanges, moment, resolve, is_ahead=is_ahead)
             except Exception as error:
                 resolve.refuse(error)
                 raise

@@ -129,7 +129,8 @@ def _on_host(exchange: GroupExchange) -> Callable[[HostLookUp], tuple[Tensor, Te
     rows = _RowNumbers(exchange)
 
     def find(look_up: HostLookUp) -> tuple[Tensor, Tensor]:
-        return rows(look_up), look_up.summed
+        parts = look_up.by_row()
+        return torch.cat([*map(rows, parts)]), torch.cat([part.summed for part in parts])
 
     return find
 

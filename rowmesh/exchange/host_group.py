@@ -62,6 +62,7 @@ class HostGroupExchange(GroupExchange):
     """
 
     look_ups: HostLookUps
+    kind: type[HostLookUp] = HostLookUp
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class HostGroupExchange(GroupExchange):
         header = address_map.header(self.arenas.ctypes.data, self.row_bytes)
         shape = self.world_size, self.num_segments
         num_rows = [0] * len(group.tables) if self.is_dynamic else address_map.num_rows
-        self.look_ups = HostLookUps(num_rows, tables, header, shape, group.dim, group.dtype, allocate)
+        self.look_ups = HostLookUps(num_rows, tables, header, shape, group.dim, group.dtype, allocate, self.kind)
         self._counting = threading.Lock()
         self._held: PinnedRows | None = None  # rows that the update under way changes
         self._alone: Sources | None = None  # what it merged, where no other rank has a part
@@ -108,20 +109,24 @@ class HostGroupExchange(GroupExchange):
 
     # Batches are routed
 
-    def route(self, batch: SparseBatch, layout: GroupLayout, inverse: int) -> HostRouteGroup:
+    def route(
+        self, batch: SparseBatch, layout: GroupLayout, inverse: int, *, sends_rows: bool = False
+    ) -> HostRouteGroup:
         """Routes one group's ids.
 
         Args:
             batch: whose ids they are of.
             layout: where they are.
             inverse: address of uint32 `[N]`: where the inverse goes.
+            sends_rows: whether rows must travel, whatever the plan says.
 
         Raises:
             IdRangeError: an id is not a row of its table and the table's policy is to refuse it.
         """
         look_up, unique = self.look_ups.find_unique(batch.ids, layout, inverse)
         if not look_up.place(unique, inverse, batch.ids.numel()):
-            return self.route(batch.with_ids(self._mapped(batch.ids, layout)), layout, inverse)
+            mapped = batch.with_ids(self._mapped(batch.ids, layout))
+            return HostGroupExchange.route(self, mapped, layout, inverse)
         self._place_copies(look_up)
         with self._counting:
             self.counters.add_route(layout.num_ids, look_up.num_unique)
@@ -158,6 +163,11 @@ class HostGroupExchange(GroupExchange):
         if refused:
             raise IdRangeError("; ".join(refused))
         return ids
+
+    def count_bags(self, num_ids: int) -> None:
+        """Counts ids of a batch whose sums travel."""
+        with self._counting:
+            self.counters.add_ids(num_ids)
 
     def nothing(self) -> HostRouteGroup:
         """The group's part of a route that asks for no row."""

@@ -57,6 +57,9 @@ class Incoming(Opened):
         """Requests of all ranks."""
         return int(self.bounds[-1])
 
+    def add_to(self, sources: Sources, rank: int) -> None:
+        """Adds what a rank asks for beside its requests."""
+
 
 def merged_requests(
     exchange: HostGroupExchange, groups: Sequence[HostRouteGroup], ranks_per_node: int, merger: Merger | None = None
@@ -72,15 +75,16 @@ def merged_requests(
     size, sources = exchange.gradient_bytes, exchange.sources(merger)
     for rank in range(exchange.world_size):
         for group in groups:
+            look_up, incoming = group.look_up, group.opened_as(Incoming)
             if rank == exchange.rank:
                 exchange.add_own(sources, group)
-                continue
-            look_up, incoming = group.look_up, group.opened_as(Incoming)
-            # Entries are counted over all ranks here, requests from each sender's own beginning.
-            ahead = int(incoming.bounds[rank]) - int(incoming.offsets[rank, 0])
-            slots = look_up.requests.buffer.address + KEY_BYTES * ahead
-            gradients = look_up.replies.buffer.address + size * ahead
-            sources.add(slots, incoming.offsets[rank], gradients, incoming.accesses[rank])
+            else:
+                # Entries are counted over all ranks here, requests from each sender's own beginning.
+                ahead = int(incoming.bounds[rank]) - int(incoming.offsets[rank, 0])
+                slots = look_up.requests.buffer.address + KEY_BYTES * ahead
+                gradients = look_up.replies.buffer.address + size * ahead
+                sources.add(slots, incoming.offsets[rank], gradients, incoming.accesses[rank])
+            incoming.add_to(sources, rank)
         if (rank + 1) % ranks_per_node == 0 and ranks_per_node < exchange.world_size:
             sources.end_node()
     sources.merge()

@@ -59,6 +59,8 @@ class Router(Generic[X]):
         exchanges: Sequence[X],
         moment: Moment | None = None,
         resolve: Resolve | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> Route:
         """Routes a batch.
 
@@ -67,6 +69,7 @@ class Router(Generic[X]):
             exchanges: of all groups.
             moment: which look-up this is, and after how many steps; None where others name it.
             resolve: of dynamic tables, where there are some; it is collective.
+            is_ahead: whether a pipeline looks the batch up, for which rows travel.
 
         Raises:
             NoRoomError, PeerError: see `rowmesh.exchange.resolve.resolver.Resolver`.
@@ -145,6 +148,8 @@ class HostRouter(Router[HostGroupExchange]):
         exchanges: Sequence[HostGroupExchange],
         moment: Moment | None = None,
         resolve: Resolve | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> Route:
         """See `Router.__call__`."""
         if batch.scores is not None and not self._takes_scores:
@@ -170,7 +175,7 @@ class HostRouter(Router[HostGroupExchange]):
             if place in dynamic:
                 continue
             try:
-                route.groups.append(exchange.route(batch, layout, inverse))
+                route.groups.append(exchange.route(batch, layout, inverse, sends_rows=is_ahead))
             except IdRangeError as error:
                 refused.append(str(error))  # not the error, whose frames hold buffers
         if refused:
@@ -252,6 +257,8 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         exchanges: Sequence[DeviceGroupExchange],
         moment: Moment | None = None,
         resolve: Resolve | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> Route:
         """See `Router.__call__`."""
         if batch.scores is not None and not self._takes_scores:

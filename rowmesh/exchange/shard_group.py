@@ -26,6 +26,7 @@ from rowmesh.exchange.replica_keys import ReplicaKeys
 from rowmesh.exchange.replica_sync import ReplicaSync, make_synchronizer
 from rowmesh.exchange.route import Route, Routed, ShardGroupRoute
 from rowmesh.exchange.squares import sum_of_squares, sum_of_squares_by_key
+from rowmesh.exchange.summing import SummingExchange, summed_features
 from rowmesh.exchange.synchronizer import Synchronizer
 from rowmesh.exchange.transport import Meanwhile, Transport, collect
 from rowmesh.exchange.transports import TransportName, common_name, make_transport
@@ -205,6 +206,9 @@ class ShardGroup:
             arena = DenseArena(group, num_slots, self.device, rows)
         how, wire_dtype = (group, address_map, arena), self._options.wire_dtype
         if self.device is None:
+            owned = summed_features(group, address_map)
+            if self.transport_name == "collective" and any(each.features for each in owned):
+                return SummingExchange(*how, self.transport.allocate, owned=owned, wire_dtype=wire_dtype)
             return HostGroupExchange(*how, self.transport.allocate, wire_dtype=wire_dtype)
         asks_owners = self.transport_name != "one_sided"
         return DeviceGroupExchange(*how, self.device, asks_owners=asks_owners, wire_dtype=wire_dtype)

@@ -58,15 +58,16 @@ def random_ranges(draw, num_rows, world_size):
 
 @st.composite
 def random_plans(draw, tables, world_size, ranks_per_node):
-    """Plans whose ranges follow any rule."""
+    """Plans whose ranges follow any rule, and of which some tables send sums."""
     number = st.integers(0, 7)
+    sums = [spec.name for spec in tables if draw(st.sampled_from([False, False, True]))]
     plan = make_plan(
         tables,
         world_size,
         ranks_per_node,
         lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
     )
-    return joined(plan, lambda: draw(st.booleans()))
+    return summing(joined(plan, lambda: draw(st.booleans())), tables, sums)
 
 
 def with_copies(tables, world_size):
@@ -90,3 +91,16 @@ def pairs_of_plans(draw):
     per_node, nodes = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (4, 1)]))
     tables = [TableSpec(name=name, num_rows=draw(st.integers(1, 60)), dim=4) for name in "ab"]
     return [draw(random_plans(tables, per_node * nodes, per_node)) for _ in range(2)]
+
+
+def summing(plan, tables, names):
+    """The plan with some tables whole at an owner each, to which bags travel: those that are pooled and dense."""
+    specs, planned = {spec.name: spec for spec in tables}, []
+    for number, table in enumerate(plan.tables):
+        spec = specs[table.name]
+        if table.name in names and spec.pooling != "none" and spec.storage == "dense":
+            size = plan.grid(table.replicas).shards
+            whole = RowRange(0, spec.num_rows, "fixed", rank=number % size)
+            table = replace(table, ranges=(whole,), send="sums")
+        planned.append(table)
+    return replace(plan, tables=tuple(planned))

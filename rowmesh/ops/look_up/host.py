@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.ops import pool as ops
 from rowmesh.ops.memory import Buffer, Memory, Scratch, held_bytes, round_up
-from rowmesh.ops.merge_update.handles import Unsummed
+from rowmesh.ops.merge_update.handles import Unsummed, UnsummedBySource
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.route import route
 from rowmesh.ops.segment_unique.cpu import SegmentHash
@@ -194,7 +195,7 @@ class HostLookUp:
             weights: of the ids of the batch, or None.
             output: where vectors go.
         """
-        factors = self._weigh(layout, weights) if layout.is_weighted else 0
+        factors = self.weigh(layout, weights) if layout.is_weighted else 0
         self._of.kernels.pool(
             layout.address,
             layout.num_features,
@@ -205,7 +206,7 @@ class HostLookUp:
             output.data_ptr(),
         )
 
-    def _weigh(self, layout: GroupLayout, weights: Tensor | None) -> int:
+    def weigh(self, layout: GroupLayout, weights: Tensor | None) -> int:
         """The factor of each id; returns their address."""
         dtype = self._of.dtype
         factors = self.factors.reserve(dtype.itemsize * self._batch_ids)
@@ -276,6 +277,31 @@ class HostLookUp:
             uniques=self.uniques,
         )
 
+    def unsummed_by_source(
+        self, layout: GroupLayout, grad: Tensor, ends: NDArray[np.int64], per_node: int
+    ) -> UnsummedBySource:
+        """The same where its bags are of several sources, which are summed one by one.
+
+        Args:
+            layout: of the batch; `weigh` has run where it is weighted.
+            grad: of the output.
+            ends: int64 `[sources]`: one past the last cell of each.
+            per_node: so many sources are of one node.
+        """
+        self.compress(layout)
+        weights = self.file_weights(layout, self.pointers) if layout.is_weighted else 0
+        return UnsummedBySource(
+            self.num_unique,
+            self.send.slots_address,
+            gradient=grad,
+            pointers=self.pointers,
+            cells=self.cells,
+            weights=weights,
+            uniques=self.uniques,
+            ends=ends,
+            per_node=per_node,
+        )
+
     def give_back(self) -> None:
         """Drops sums that wait, when its route is gone, and may be taken again."""
         self.waiting = None
@@ -338,6 +364,10 @@ class HostLookUp:
         """Whether all summed gradients are finite: one boolean."""
         return self.summed.isfinite().all()
 
+    def by_row(self) -> list[HostLookUp]:
+        """Look-ups that have the gradients of all its rows summed."""
+        return [self]
+
     @property
     def num_bytes(self) -> int:
         """All memory held."""
@@ -380,6 +410,7 @@ class HostLookUps:
         shape: W and S.
         dim, dtype: of rows.
         allocate: makes memory for send buffers.
+        kind: makes a look-up.
 
     Attributes:
         has_remote: whether rows have to be received; false where all can be read in place.
@@ -401,7 +432,9 @@ class HostLookUps:
         dim: int,
         dtype: torch.dtype,
         allocate: Callable[[int], Memory],
+        kind: Callable[[HostLookUps, SendBuffer], HostLookUp] = HostLookUp,
     ) -> None:
+        self._kind = kind
         storage = STORAGE[dtype]
         self.world_size, self.num_segments = shape
         self.dim, self.dtype = dim, COMPUTE_DTYPE[storage]
@@ -433,7 +466,7 @@ class HostLookUps:
         return look_up
 
     def _make(self) -> HostLookUp:
-        made = HostLookUp(self, SendBuffer(self._allocate, self.world_size, self.num_segments))
+        made = self._kind(self, SendBuffer(self._allocate, self.world_size, self.num_segments))
         self._made.append(made)
         return made
 
@@ -474,6 +507,19 @@ class HostLookUps:
             self.drop(look_up, unique)
             raise
         return look_up, unique
+
+    def look_up(self, ids: Tensor, layout: GroupLayout, inverse: Scratch) -> HostLookUp:
+        """Looks ids up that are rows of their tables, and those of a rank that has them; goes to `give_back`.
+
+        Args:
+            ids, layout: as for `find_unique`.
+            inverse: memory for it, as long as the look-up is used.
+        """
+        inverse.reserve(4 * ids.numel())
+        look_up, unique = self.find_unique(ids, layout, inverse.buffer.address)
+        is_found = look_up.place(unique, inverse.buffer.address, ids.numel())
+        assert is_found
+        return look_up
 
     def drop(self, look_up: HostLookUp, unique: UniqueIds) -> None:
         """What `find_unique` returned is of no use any more."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 from torch import Tensor
 
-from rowmesh.ops.merge_update.handles import END, HostMerged, Unsummed
+from rowmesh.ops.merge_update.handles import END, HostMerged, Unsummed, UnsummedBySource
 from rowmesh.ops.pool.cpu import add_cells, first_cell
 from rowmesh.ops.simd import (
     COMPUTE_BYTES,
@@ -148,6 +148,35 @@ def _sum_chain(entry, nexts, addresses, node_ends, num_nodes, dim, out):
         part = load_row(load_i64(addresses + 8 * entry), dim, out)
 
 
+@inlined
+def _sum_by_source(grad, cells, weights, j, end, last, ends, per_node, dim, out, element, out_bytes):
+    """The sum of the gradients in cells j … end − 1: of a source first, then of a node, then of all, each in order."""
+    source = 0
+    while load_u32(cells + 4 * j) >= load_i64(ends + 8 * source):
+        source += 1
+    row = first_cell(grad, cells, weights, j, last, dim, out, element, out_bytes)
+    j += 1
+    total, of_node, is_first_node, is_first = row, row, True, True
+    while True:
+        stop = load_i64(ends + 8 * source)
+        k = j
+        while k < end and load_u32(cells + 4 * k) < stop:
+            k += 1
+        row = add_cells(row, grad, cells, weights, j, k, last, dim, out, element, out_bytes)
+        of_node = row if is_first else add(of_node, row)
+        is_first, j = False, k
+        if j == end:
+            return of_node if is_first_node else add(total, of_node)
+        node = source // per_node
+        while load_u32(cells + 4 * j) >= load_i64(ends + 8 * source):
+            source += 1
+        row = first_cell(grad, cells, weights, j, last, dim, out, element, out_bytes)
+        j += 1
+        if source // per_node != node:
+            total = of_node if is_first_node else add(total, of_node)
+            is_first_node, is_first = False, True
+
+
 @functools.cache
 def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False) -> SimpleNamespace:
     """The update kernels of one rule, with or without decay, for one dimension and storage, compiled at the first call.
@@ -245,7 +274,51 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
                 STATE_BYTES,
             )
 
-    return SimpleNamespace(update_merged=update_merged, update_unsummed=update_unsummed)
+    @kernel
+    def update_by_source(
+        grad,
+        pointers,
+        cells,
+        weights,
+        uniques,
+        slots,
+        count,
+        ends,
+        per_node,
+        arena,
+        state1,
+        state2,
+        *numbers,
+    ):
+        """The same, source by source."""
+        scalars, size = rounded(numbers, SCALAR), SCALAR(DIM)
+        last = load_u32(pointers + 4 * count) - 1
+        for m in range(count):
+            ahead = load_u32(slots + 4 * min(m + UNSUMMED_AHEAD, count - 1))
+            _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
+            u = load_u32(uniques + 4 * m)
+            j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
+            total = _sum_by_source(grad, cells, weights, j, end, last, ends, per_node, DIM, OUT, ELEMENT, OUT_BYTES)
+            change_row(
+                total,
+                load_u32(slots + 4 * m),
+                arena,
+                state1,
+                state2,
+                scalars,
+                size,
+                DIM,
+                STORAGE,
+                OUT,
+                RULE,
+                DECAYS,
+                ROW_BYTES,
+                STATE_BYTES,
+            )
+
+    return SimpleNamespace(
+        update_merged=update_merged, update_unsummed=update_unsummed, update_by_source=update_by_source
+    )
 
 
 def update(
@@ -270,7 +343,11 @@ def update(
             raise ValueError(f"slots whose gradients are not summed are updated all at once, not the part {part}")
         grad, slots = merged.gradient.data_ptr(), merged.merged_slots
         cells = grad, merged.pointers, merged.cells, merged.weights, merged.uniques, slots, merged.num_merged
-        kernels.update_unsummed(*cells, rows.data_ptr(), state1, state2, *numbers)
+        if isinstance(merged, UnsummedBySource):
+            sources = merged.ends.ctypes.data, merged.per_node
+            kernels.update_by_source(*cells, *sources, rows.data_ptr(), state1, state2, *numbers)
+        else:
+            kernels.update_unsummed(*cells, rows.data_ptr(), state1, state2, *numbers)
         return
     kernels.update_merged(
         merged.merged_slots,

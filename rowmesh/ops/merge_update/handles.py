@@ -80,6 +80,19 @@ class Unsummed(HostMerged):
     uniques: int = field(kw_only=True)
 
 
+@dataclass(eq=False)
+class UnsummedBySource(Unsummed):
+    """The same, whose cells are of several sources: each is summed first, then those of a node, then the nodes' sums.
+
+    Attributes:
+        ends: int64 `[sources]`: one past the last cell of each source.
+        per_node: sources of one node, which follow each other.
+    """
+
+    ends: np.ndarray = field(kw_only=True)
+    per_node: int = field(kw_only=True)
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceMerged:
     """Entries by distinct slot; everything on the device.
