@@ -5,49 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
-from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.strategies import QUICK, search
-from rowmesh.placement.strategies.auto import EQUAL, NOISE, attempt, attempts, choose
+from rowmesh.placement.strategies.auto import EQUAL, NOISE, Candidate, attempt, attempts, choose
 from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import copied_share
 from rowmesh.placement.text import bytes_text, seconds_text
 
 # No link is slower than 1 kB/s: greater costs are relative.
 _LEAST_RELATIVE_COST = 1e-3
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """The result of one strategy.
-
-    Attributes:
-        name: of the strategy.
-        plan: None where it made none.
-        cost: of a step under the plan.
-        objective: what it is judged by.
-        over_bytes: how much more than the limit the fullest rank would hold.
-        refusal: why there is no plan.
-    """
-
-    name: str
-    plan: Plan | None = None
-    cost: Cost | None = None
-    objective: float = float("inf")
-    over_bytes: int = 0
-    refusal: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a plan that keeps the limit."""
-        return self.plan is not None and not self.over_bytes
-
-    @property
-    def complaint(self) -> str:
-        """Why the plan is missing or does not fit; empty if it fits."""
-        return self.refusal or (f"{bytes_text(self.over_bytes)} over the limit" if self.over_bytes else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +52,8 @@ class Comparison:
         judged = f"a step costs {self.cost_text(best.objective)} {_measure(self.problem)}"
         if not others:
             return f"{best.name}: {judged}; no other plan fits"
-        second = min(others, key=lambda other: other.objective)
+        least = min(other.objective for other in others)
+        second = next(other for other in others if other.objective <= least * (1 + EQUAL))
         than = f"{second.name} ({self.cost_text(second.objective)})"
         if self.asked != "auto" and second.objective < best.objective * (1 - EQUAL):
             return f"{best.name}, as asked for: {judged}; {than} would cost {_less(second, best)} less"
@@ -140,13 +107,14 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
         'cyclic'
     """
     if strategy == "auto":
-        plans = attempts(problem)
-        plan = choose(problem, plans)
+        found = attempts(problem)
+        plan = choose(problem, found)
+        best = replace(next(each for each in found if each.name == plan.strategy), plan=plan)
     else:
         plan = search(strategy, problem.profile, problem.topology, problem.request)
-        plans = {name: attempt(problem, name) for name in QUICK if name != strategy}
-    plans = {plan.strategy: plan} | {name: other for name, other in plans.items() if name != plan.strategy}
-    candidates = tuple(_judged(problem, name, other) for name, other in plans.items())
+        best = Candidate.of(problem, plan)
+        found = [attempt(problem, name) for name in QUICK if name != strategy]
+    candidates = (best, *(other for other in found if other.name != best.name))
     comparison = Comparison(problem, strategy, candidates, plan)
     share = copied_share(plan, problem.profile)
     copies = {"copies": f"hot rows, copied to every rank, get {share:.1%} of the accesses"} if share else {}
@@ -155,17 +123,7 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
 
 def is_relative(problem: Problem) -> bool:
     """Whether links have relative costs, so that objectives are weighted bytes and not seconds."""
-    cost = problem.topology.cost
-    links = cost[~np.eye(len(cost), dtype=bool)]
-    return not len(links) or float(links.min()) >= _LEAST_RELATIVE_COST
-
-
-def _judged(problem: Problem, name: str, plan: Plan | str) -> Candidate:
-    if isinstance(plan, str):
-        return Candidate(name, refusal=plan)
-    cost = problem.cost(plan)
-    over = max(max(plan.memory_bytes) - problem.limit_bytes, 0)
-    return Candidate(name, plan, cost, cost.objective(problem.topology, problem.request), over)
+    return problem.topology.cheapest_link >= _LEAST_RELATIVE_COST
 
 
 def _measure(problem: Problem) -> str:

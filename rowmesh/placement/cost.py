@@ -120,7 +120,7 @@ class Cost:
 
     def seconds(self, topology: Topology, fetch_weight: float = 1.0) -> Links:
         """`link_seconds`, summed up without the matrix."""
-        return Links.of(self.fetched.times(fetch_weight) + self.pushed, topology.cost)
+        return Links.of(self.fetched.times(fetch_weight) + self.pushed, topology.costs)
 
     def objective(self, topology: Topology, request: Request) -> float:
         """The number that a placement for `request` is judged by: the sum over links, or the slowest."""
@@ -133,9 +133,9 @@ class Cost:
         A rank sends and receives at once, so the greater of both counts.
         """
         links = self.seconds(topology)
-        lookups = Links.of(self.looked_up_bytes).sent * np.diag(topology.cost)
+        lookups = Links.of(self.looked_up_bytes).sent * topology.own_cost
         busiest = (np.maximum(links.sent, links.received) + lookups).max()
-        return float(busiest + self.rounds * topology.latency_s.max())
+        return float(busiest + self.rounds * topology.longest_latency_s)
 
     @property
     def memory_balance(self) -> float:

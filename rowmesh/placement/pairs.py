@@ -1,7 +1,8 @@
 """Pairs: numbers of all pairs of ranks, which come in kinds, without a matrix that is gigabytes on thousands of ranks.
 
 A link is between any two ranks, between two of a node, or between two of one place in different nodes. To each kind a
-rank adds a number as sender and as receiver; a pair has the sum of its kinds.
+rank adds a number as sender and as receiver; a pair has the sum of its kinds. Where costs of links come in kinds, too,
+sums over links take time and memory by the rank, else by the link.
 """
 
 from __future__ import annotations
@@ -11,6 +12,42 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 _MOST_PAIRS = 1 << 20  # that are summed up at a time
+
+
+@dataclass(frozen=True)
+class LinkKinds:
+    """A number of each pair of ranks that is the same for all pairs of a kind.
+
+    Attributes:
+        own: of a rank and itself.
+        intra: of different ranks of a node; of `inter` where nodes have one rank.
+        inter: of ranks of different nodes; of `intra` where there is one node.
+    """
+
+    own: float = 0.0
+    intra: float = 0.0
+    inter: float = 0.0
+
+    @staticmethod
+    def of(matrix: np.ndarray, ranks_per_node: int) -> LinkKinds | None:
+        """The kinds of a matrix [W, W], None where pairs of a kind differ.
+
+        Example:
+            >>> LinkKinds.of(np.array([[0.0, 1.0], [1.0, 0.0]]), ranks_per_node=2)
+            LinkKinds(own=0.0, intra=1.0, inter=1.0)
+        """
+        W, G = len(matrix), ranks_per_node
+        own, intra, inter = (float(matrix[0, peer]) for peer in (0, 1 % G, G % W))
+        intra, inter = intra if G > 1 else inter, inter if W > G else intra
+        kinds = LinkKinds(own, intra, inter)
+        return kinds if np.array_equal(matrix, kinds.matrix(W, G)) else None
+
+    def matrix(self, num_ranks: int, ranks_per_node: int) -> np.ndarray:
+        """[W, W]."""
+        node = np.arange(num_ranks) // ranks_per_node
+        values = np.where(node[:, None] == node[None, :], float(self.intra), float(self.inter))
+        np.fill_diagonal(values, self.own)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,22 +144,39 @@ class Links:
         return float(self.received.sum())
 
     @staticmethod
-    def of(pairs: Pairs, cost: np.ndarray | None = None) -> Links:
-        """Some nodes at a time, since a matrix of all pairs is large on many ranks.
+    def of(pairs: Pairs, cost: LinkKinds | np.ndarray = LinkKinds(1.0, 1.0, 1.0)) -> Links:
+        """The sums of all pairs, each times its cost: by kind or [W, W]."""
+        if isinstance(cost, np.ndarray):
+            return Links._by_node(pairs, cost)
+        H, G = pairs.num_ranks // pairs.ranks_per_node, pairs.ranks_per_node
+        every, within, across = (each.reshape(2, H, G) for each in (pairs.every, pairs.within, pairs.across))
+        kinds = (
+            (cost.intra, every + within, (1,), G - 1),
+            (cost.inter, every, (0, 1), (H - 1) * (G - 1)),
+            (cost.inter, every + across, (0,), H - 1),
+        )
+        received, sent = np.zeros((2, H, G))
+        own = cost.own * pairs.diagonal
+        least, most = np.inf, float(own.max())
+        for each, (by_sender, by_receiver), axes, count in kinds:
+            if not count:
+                continue
+            received += each * (count * by_receiver + _of_others(np.add, by_sender, axes))
+            sent += each * (count * by_sender + _of_others(np.add, by_receiver, axes))
+            least = min(least, each * float((by_receiver + _of_others(np.minimum, by_sender, axes)).min()))
+            most = max(most, each * float((by_receiver + _of_others(np.maximum, by_sender, axes)).max()))
+        return Links(received.ravel() + own, sent.ravel() + own, least if pairs.num_ranks > 1 else 0.0, most)
 
-        Args:
-            pairs: of ranks.
-            cost: [W, W], what each is multiplied by.
-        """
+    @staticmethod
+    def _by_node(pairs: Pairs, cost: np.ndarray) -> Links:
+        """Some nodes at a time, since a matrix of all pairs is large on many ranks."""
         W, G = pairs.num_ranks, pairs.ranks_per_node
         received, sent, least, most = np.zeros(W), np.zeros(W), np.inf, -np.inf
         step = max(_MOST_PAIRS // (W * G), 1)
         for first in range(0, W // G, step):
             last = min(first + step, W // G)
             own = slice(first * G, last * G)
-            values = pairs.node_rows(first, last)
-            if cost is not None:
-                values *= cost[own]
+            values = pairs.node_rows(first, last) * cost[own]
             received[own] = values.sum(axis=1)
             sent += values.sum(axis=0)
             most = max(most, float(values.max()))
@@ -156,6 +210,20 @@ class Spread:
     def _none(self) -> Pairs:
         zeros = np.zeros((2, self.num_ranks))
         return Pairs(self.ranks_per_node, zeros, zeros, zeros, zeros[0])
+
+
+_NOTHING = {np.add: 0.0, np.minimum: np.inf, np.maximum: -np.inf}
+
+
+def _of_others(combine: np.ufunc, values: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """For each place of values [H, G] what those combine to that differ from it along all axes."""
+    for axis in axes:
+        lines = np.moveaxis(values, axis, 0)
+        edge = np.full_like(lines[:1], _NOTHING[combine])
+        before = np.concatenate([edge, combine.accumulate(lines[:-1])])
+        after = np.concatenate([combine.accumulate(lines[:0:-1])[::-1], edge])
+        values = np.moveaxis(combine(before, after), 0, axis)
+    return values
 
 
 def _by_sender(values: np.ndarray) -> np.ndarray:

@@ -44,6 +44,7 @@ from rowmesh.tables.spec import Send
 RuleName = Literal["cyclic", "node", "replicated", "fixed"]
 Sent = Literal["rows", "sums"]
 FORMAT = 1
+RULE_NAMES = get_args(RuleName)
 MAX_RANKS = 1 << 24  # `rowmesh.ops.route` keeps a rank in 24 bits
 _NUMBERS = ("start", "stop", "shift", "rank", "phase")  # of a range
 
@@ -588,13 +589,15 @@ def _check_ranges(table: TablePlan, world_size: int) -> None:
                 else f"table {name!r}: rows {second.start} to {first.stop - 1} are in two ranges of the plan"
             )
     for part in parts:
-        where = f"table {name!r}, rows {part.start} to {part.stop - 1}"
-        if part.rule not in get_args(RuleName):
-            raise ConfigurationError(f"{where}: no rule {part.rule!r}; there are {list(get_args(RuleName))}")
-        if len(part) < 1:
-            raise ConfigurationError(f"{where}: the range is empty")
-        if not (0 <= part.rank < world_size and 0 <= part.shift < world_size):
-            raise ConfigurationError(f"{where}: rank {part.rank} or shift {part.shift} is not below {world_size} ranks")
+        if part.rule not in RULE_NAMES:
+            wrong = f"no rule {part.rule!r}; there are {list(RULE_NAMES)}"
+        elif part.stop <= part.start:
+            wrong = "the range is empty"
+        elif not (0 <= part.rank < world_size and 0 <= part.shift < world_size):
+            wrong = f"rank {part.rank} or shift {part.shift} is not below {world_size} ranks"
+        else:
+            continue
+        raise ConfigurationError(f"table {name!r}, rows {part.start} to {part.stop - 1}: {wrong}")
 
 
 def _check_send(table: TablePlan) -> None:

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,11 @@ from numpy.typing import NDArray
 
 from rowmesh._support.files.atomic import replacing_file
 from rowmesh.errors import ConfigurationError
+from rowmesh.placement.pairs import LinkKinds
 
 Floats = NDArray[np.float64]
 MAX_RANKS = 1 << 14  # matrices of 2 GiB
+NO_LATENCY = LinkKinds()
 _SECTIONS = ("local", "intra", "inter")
 _KEYS = {"name", "source", "num_nodes", "ranks_per_node", "memory_bytes", "cost_s_per_byte", "latency_s", *_SECTIONS}
 
@@ -56,8 +59,9 @@ class Topology:
         name: of the topology.
         num_nodes: H.
         ranks_per_node: G; ranks n·G … (n + 1)·G − 1 are one node.
-        cost: float64 `[W, W]`, seconds a byte for rank i to read from rank j; the diagonal is a rank's own memory.
-        latency_s: float64 `[W, W]`, seconds before the first byte.
+        costs: seconds a byte for rank i to read from rank j, float64 `[W, W]`; the diagonal is a rank's own memory.
+            Kept by kind where all links of a kind are alike, since the matrix of thousands of ranks is large.
+        latencies: seconds before the first byte, as costs.
         memory_bytes: that a rank has for embeddings, or None where unknown.
         source: where the figures are from.
 
@@ -77,8 +81,8 @@ class Topology:
     name: str
     num_nodes: int
     ranks_per_node: int
-    cost: Floats
-    latency_s: Floats = field(default_factory=lambda: np.zeros(0))
+    costs: Floats | LinkKinds
+    latencies: Floats | LinkKinds = NO_LATENCY
     memory_bytes: int | None = None
     source: str = ""
 
@@ -89,11 +93,9 @@ class Topology:
             )
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise ConfigurationError(f"topology {self.name!r}: memory_bytes is {self.memory_bytes}")
-        is_given = not (isinstance(self.latency_s, list | tuple | np.ndarray) and len(self.latency_s) == 0)
-        latency = self.latency_s if is_given else np.zeros((self.world_size, self.world_size))
-        object.__setattr__(self, "cost", self._checked("cost", self.cost))
-        object.__setattr__(self, "latency_s", self._checked("latency_s", latency))
-        if np.any(self._links(self.cost) <= 0):
+        object.__setattr__(self, "costs", self._checked("cost", self.costs))
+        object.__setattr__(self, "latencies", self._checked("latency_s", self.latencies))
+        if self.cheapest_link <= 0:
             i, j = np.argwhere((self.cost <= 0) & ~np.eye(self.world_size, dtype=bool))[0]
             raise ConfigurationError(
                 f"topology {self.name!r}: the link from rank {j} to rank {i} costs {self.cost[i, j]} s a byte; "
@@ -108,8 +110,8 @@ class Topology:
     @staticmethod
     def grouped(num_nodes: int, ranks_per_node: int, inter_over_intra: float) -> Topology:
         """Nodes whose links cost 1 within and `inter_over_intra` between them; own memory costs nothing."""
-        cost = _by_node(num_nodes, ranks_per_node, 0.0, 1.0, inter_over_intra)
-        return Topology(f"{num_nodes}x{ranks_per_node}", num_nodes, ranks_per_node, cost, source="relative costs")
+        costs = LinkKinds(0.0, 1.0, inter_over_intra)
+        return Topology(f"{num_nodes}x{ranks_per_node}", num_nodes, ranks_per_node, costs, source="relative costs")
 
     @staticmethod
     def shipped() -> tuple[str, ...]:
@@ -156,11 +158,44 @@ class Topology:
         """W."""
         return self.num_nodes * self.ranks_per_node
 
+    @cached_property
+    def cost(self) -> Floats:
+        """`[W, W]`, what rank i pays for a byte of rank j."""
+        return self._matrix(self.costs)
+
+    @cached_property
+    def latency_s(self) -> Floats:
+        """`[W, W]`, seconds before the first byte."""
+        return self._matrix(self.latencies)
+
+    @property
+    def own_cost(self) -> Floats:
+        """`[W]`, seconds a byte of each rank's own memory."""
+        costs = self.costs
+        return np.full(self.world_size, costs.own) if isinstance(costs, LinkKinds) else np.diag(costs)
+
+    @property
+    def cheapest_link(self) -> float:
+        """Seconds a byte of the cheapest link between ranks; infinite where there is one rank."""
+        if self.world_size == 1:
+            return math.inf
+        costs = self.costs
+        return min(costs.intra, costs.inter) if isinstance(costs, LinkKinds) else float(self._links(costs).min())
+
+    @property
+    def longest_latency_s(self) -> float:
+        """Seconds before the first byte of the slowest link, or of own memory."""
+        found = self.latencies
+        return max(found.own, found.intra, found.inter) if isinstance(found, LinkKinds) else float(found.max())
+
     @property
     def is_uniform(self) -> bool:
         """Whether all links between ranks cost the same."""
-        links = self._links(self.cost)
-        return not len(links) or bool(np.allclose(links, links[0], rtol=1e-9, atol=0.0))
+        if self.world_size == 1:
+            return True
+        costs = self.costs
+        links = np.array([costs.intra, costs.inter]) if isinstance(costs, LinkKinds) else self._links(costs)
+        return bool(np.allclose(links, links[0], rtol=1e-9, atol=0.0))
 
     @property
     def same_node(self) -> NDArray[np.bool_]:
@@ -171,15 +206,31 @@ class Topology:
     @property
     def inter_over_intra(self) -> float:
         """How much dearer a link between nodes is than one within, by their means; 1 where there is only one kind."""
-        within = self.cost[self.same_node & ~np.eye(self.world_size, dtype=bool)]
-        between = self.cost[~self.same_node]
-        return float(between.mean() / within.mean()) if len(within) and len(between) else 1.0
+        if self.num_nodes == 1 or self.ranks_per_node == 1:
+            return 1.0
+        if isinstance(self.costs, LinkKinds):
+            return self.costs.inter / self.costs.intra
+        within = self.costs[self.same_node & ~np.eye(self.world_size, dtype=bool)]
+        return float(self.costs[~self.same_node].mean() / within.mean())
 
     def _links(self, values: Floats) -> Floats:
         """The values off the diagonal."""
         return values[~np.eye(self.world_size, dtype=bool)]
 
-    def _checked(self, what: str, values: Any) -> Floats:
+    def _matrix(self, values: Floats | LinkKinds) -> Floats:
+        if isinstance(values, LinkKinds):
+            values = values.matrix(self.world_size, self.ranks_per_node)
+            values.flags.writeable = False
+        return values
+
+    def _checked(self, what: str, values: Any) -> Floats | LinkKinds:
+        """The values by kind where links of a kind are alike, else a matrix that cannot be changed."""
+        if isinstance(values, LinkKinds):
+            inter = values.inter if self.num_nodes > 1 else values.intra
+            kinds = replace(values, intra=values.intra if self.ranks_per_node > 1 else inter, inter=inter)
+            if all(math.isfinite(each) and each >= 0 for each in (kinds.own, kinds.intra, kinds.inter)):
+                return kinds
+            values = kinds.matrix(self.world_size, self.ranks_per_node)
         try:
             array = np.array(values, np.float64)
         except (TypeError, ValueError) as error:
@@ -194,14 +245,7 @@ class Topology:
             i, j = np.argwhere(~(np.isfinite(array) & (array >= 0)))[0]
             raise ConfigurationError(f"topology {self.name!r}: {what}[{i}][{j}] is {array[i, j]}")
         array.flags.writeable = False
-        return array
-
-
-def _by_node(num_nodes: int, ranks_per_node: int, local: float, intra: float, inter: float) -> Floats:
-    node = np.arange(num_nodes * ranks_per_node) // ranks_per_node
-    values = np.where(node[:, None] == node[None, :], intra, inter).astype(np.float64)
-    np.fill_diagonal(values, local)
-    return values
+        return LinkKinds.of(array, self.ranks_per_node) or array
 
 
 def _parse(text: str, source: str) -> Topology:
@@ -218,21 +262,23 @@ def _parse(text: str, source: str) -> Topology:
             f"{MAX_RANKS:,} ranks"
         )
     if "cost_s_per_byte" in values:
-        cost, latency = values["cost_s_per_byte"], values.get("latency_s", ())
+        cost, latency = values["cost_s_per_byte"], values.get("latency_s", NO_LATENCY)
     else:
         cost, latency = _from_sections(values, num_nodes, ranks_per_node, source)
     return Topology(
         name=str(values.get("name", source)),
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
-        cost=cost,
-        latency_s=latency,
+        costs=cost,
+        latencies=latency,
         memory_bytes=_integer(values, "memory_bytes", source) if "memory_bytes" in values else None,
         source=str(values.get("source", "")).strip(),
     )
 
 
-def _from_sections(values: dict[str, Any], num_nodes: int, ranks_per_node: int, source: str) -> tuple[Floats, Floats]:
+def _from_sections(
+    values: dict[str, Any], num_nodes: int, ranks_per_node: int, source: str
+) -> tuple[LinkKinds, LinkKinds]:
     needed = {"local": True, "intra": ranks_per_node > 1, "inter": num_nodes > 1}
     seconds_per_byte, latency = [], []
     for section in _SECTIONS:
@@ -252,7 +298,7 @@ def _from_sections(values: dict[str, Any], num_nodes: int, ranks_per_node: int, 
             )
         seconds_per_byte.append(1.0 / bandwidth)
         latency.append(_number(link, "latency_s", f"{source}, section [{section}]") if "latency_s" in link else 0.0)
-    return _by_node(num_nodes, ranks_per_node, *seconds_per_byte), _by_node(num_nodes, ranks_per_node, *latency)
+    return LinkKinds(*seconds_per_byte), LinkKinds(*latency)
 
 
 def _integer(values: dict[str, Any], key: str, source: str) -> int:

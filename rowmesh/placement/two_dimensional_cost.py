@@ -113,7 +113,7 @@ def cost_with_replicas(
             dense, dense_wait = dense + ring, dense_wait + ring_rounds * latency
     has_marks = request.training and sync.mode == "average"
     memory = np.array(plan.memory_bytes) + (np.array(plan.mark_bytes) if has_marks else 0)
-    local = lookup_bytes * np.diag(topology.cost)
+    local = lookup_bytes * topology.own_cost
     return ReplicaCost(
         memory,
         lookups,
@@ -139,7 +139,7 @@ class MeanSeconds:
 
     def __init__(self, topology: Topology, grid: Grid, request: Request, sync: Synchronization) -> None:
         self._grid, self._request, self._sync = grid, request, sync
-        self._within = group_topology(topology, grid).cost
+        self._within = group_topology(topology, grid)
         self._between = np.zeros(grid.shards)
         for shard, ranks in enumerate(grid.replicate_groups):
             links = topology.cost[np.ix_(ranks, ranks)]
@@ -153,8 +153,8 @@ class MeanSeconds:
         M, request, sync = self._grid.replicas, self._request, self._sync
         part = _Part.of(plan, M, profile, request, sync)
         cost = part.cost(request)
-        local = Links.of(cost.looked_up_bytes).sent @ self._within.diagonal()
-        seconds = M * (Links.of(cost.fetched + cost.pushed, self._within).total + local)
+        local = Links.of(cost.looked_up_bytes).sent @ self._within.own_cost
+        seconds = M * (Links.of(cost.fetched + cost.pushed, self._within.costs).total + local)
         if M > 1 and request.training:
             seconds += self._between @ part.sent_bytes(request, sync)
         return float(seconds) / plan.world_size
@@ -177,7 +177,7 @@ def group_topology(topology: Topology, grid: Grid) -> Topology:
     )
     name = f"{topology.name}, a group of {grid.shards}"
     return replace(
-        topology, name=name, num_nodes=grid.shards // per_node, ranks_per_node=per_node, cost=cost, latency_s=latency
+        topology, name=name, num_nodes=grid.shards // per_node, ranks_per_node=per_node, costs=cost, latencies=latency
     )
 
 

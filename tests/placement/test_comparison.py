@@ -5,6 +5,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.placement import strategies
 from rowmesh.placement.comparison import compare
 from rowmesh.placement.strategies import QUICK, find, search
+from rowmesh.placement.strategies.auto import Candidate
 from rowmesh.placement.topology import Topology
 from tests.placement.problems import problem
 
@@ -52,6 +53,18 @@ def test_strategies_are_searched_once(monkeypatch):
     monkeypatch.setattr(strategies, "find", lambda name: searched.append(name) or find(name))
     compare(problem())
     assert searched == list(QUICK)
+
+
+def test_plans_are_judged_once_and_without_a_matrix_of_links(monkeypatch):
+    judged = []
+    monkeypatch.setattr(
+        Candidate, "of", lambda asked, plan, of=Candidate.of: judged.append(plan.strategy) or of(asked, plan)
+    )
+    asked = problem(Topology.grouped(4, 8, 4.21))
+    comparison = compare(asked)
+    assert judged == list(QUICK)
+    assert "cost" not in vars(asked.topology)
+    assert comparison.plan.notes["compared"]["cyclic"]["objective"] == comparison.chosen.objective
 
 
 def test_a_strategy_that_was_asked_for_is_chosen_even_where_another_is_better():

@@ -11,6 +11,7 @@ Source: OPER §4. Differs: with deduplication, reads are distinct rows; Algorith
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from rowmesh.ops.compiled import compiled
 from rowmesh.placement import equations
 from rowmesh.placement.baselines.partitions import Partitions
 from rowmesh.placement.cost import degree_of_balance
+from rowmesh.placement.pairs import Links, Spread
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
@@ -71,6 +73,28 @@ def judge(paths: np.ndarray, stored_bytes: np.ndarray, read_bytes: np.ndarray, t
     }
 
 
+def judge_owned(stored_bytes: np.ndarray, read_bytes: np.ndarray, topology: Topology) -> dict[str, Any]:
+    """`judge` where each partition is at its owner alone or on every rank, without matrices of all pairs of ranks.
+
+    Args:
+        stored_bytes: [W + 1], of the partitions of each owner, then of those on every rank.
+        read_bytes: [W + 1], alike.
+        topology: of the ranks.
+    """
+    owned = Spread(topology.world_size, topology.ranks_per_node).direct(read_bytes[:-1])
+    looked_up = replace(owned, diagonal=owned.diagonal + read_bytes[-1])
+    links = Links.of(owned.without_own(), topology.costs)
+    stored = stored_bytes[:-1] + stored_bytes[-1]
+    return {
+        "total": links.total,
+        "slowest_link": links.most,
+        "link_balance": links.least / links.most if links.most > 0 else 1.0,
+        "memory_bytes": float(stored.max()),
+        "memory_balance": degree_of_balance(stored),
+        "lookup_balance": degree_of_balance(Links.of(looked_up).sent * topology.own_cost),
+    }
+
+
 def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarray, float]:
     """Partitions and their owners: the first that fit in balance, else the finest that fit, trimmed if necessary."""
     W, limit = problem.topology.world_size, problem.limit_bytes
@@ -99,19 +123,14 @@ def _balanced(problem: Problem, threshold: float) -> tuple[Partitions, np.ndarra
 
 
 def _copied_in_training(problem: Problem, parts: Partitions, owner: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """(the partitions [P] that every rank copies, how the equations judge it); all others stay with their owners.
-
-    Partitions of one owner are judged as one: they have the same path.
-    """
+    """(the partitions [P] that every rank copies, how the equations judge it); all others stay with their owners."""
     W, request = problem.topology.world_size, problem.request
     of_row = parts.accesses / (parts.stop - parts.start) / problem.profile.num_samples * request.batch_size
     spare = _spare_bytes(problem, parts, owner).min()
     copied = pays_in_training(of_row, BANDWIDTH_RATIO, parts.stored_bytes, spare)
     path = np.where(copied, W, owner)
     stored, read = (np.bincount(path, of, W + 1) for of in (parts.stored_bytes, parts.read_bytes))
-    ranks = np.arange(W)
-    paths = np.concatenate([np.broadcast_to(ranks[:, None], (W, W)), ranks[None]])
-    return copied | (W == 1), judge(paths, stored, read, problem.topology)
+    return copied | (W == 1), judge_owned(stored, read, problem.topology)
 
 
 def _paths(problem: Problem, parts: Partitions, owner: np.ndarray) -> np.ndarray:

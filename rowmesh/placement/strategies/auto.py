@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import strategies
+from rowmesh.placement.cost import Cost
 from rowmesh.placement.plan import Plan
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import QUICK
 from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
 
 # Smaller differences come from rounding, not from the placement: balance decides.
@@ -20,6 +22,44 @@ EQUAL = 1e-9
 # Smaller differences are within the error of counts and links: the default strategy, which balances, is taken.
 NOISE = 0.01
 DEFAULT = "cyclic"
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """The result of one strategy.
+
+    Attributes:
+        name: of the strategy.
+        plan: None where it made none.
+        cost: of a step under the plan.
+        objective: what it is judged by.
+        over_bytes: how much more than the limit the fullest rank would hold.
+        refusal: why there is no plan.
+    """
+
+    name: str
+    plan: Plan | None = None
+    cost: Cost | None = None
+    objective: float = float("inf")
+    over_bytes: int = 0
+    refusal: str = ""
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> Candidate:
+        """Judges a plan."""
+        cost = problem.cost(plan)
+        over = max(int(cost.memory_bytes.max()) - problem.limit_bytes, 0)
+        return Candidate(plan.strategy, plan, cost, cost.objective(problem.topology, problem.request), over)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan that keeps the limit."""
+        return self.plan is not None and not self.over_bytes
+
+    @property
+    def complaint(self) -> str:
+        """Why the plan is missing or does not fit; empty if it fits."""
+        return self.refusal or (f"{bytes_text(self.over_bytes)} over the limit" if self.over_bytes else "")
 
 
 def search(profile: Profile, topology: Topology, request: Request) -> Plan:
@@ -32,40 +72,37 @@ def search(profile: Profile, topology: Topology, request: Request) -> Plan:
     return choose(problem, attempts(problem))
 
 
-def attempts(problem: Problem) -> dict[str, Plan | str]:
-    """The plan of every quick strategy, or the reason why there is none.
+def attempts(problem: Problem) -> list[Candidate]:
+    """The plan of every quick strategy, judged, or the reason why there is none.
 
     Raises:
         ConfigurationError: the rows do not fit in any way.
     """
     problem.check_feasible()
-    return {name: attempt(problem, name) for name in QUICK}
+    return [attempt(problem, name) for name in QUICK]
 
 
-def attempt(problem: Problem, name: str) -> Plan | str:
-    """A strategy's plan, or why there is none."""
+def attempt(problem: Problem, name: str) -> Candidate:
+    """A strategy's plan, judged, or why there is none."""
     try:
-        return strategies.search(name, problem.profile, problem.topology, problem.request)
+        plan = strategies.search(name, problem.profile, problem.topology, problem.request)
     except ConfigurationError as error:
-        return str(error)
+        return Candidate(name, refusal=str(error))
+    return Candidate.of(problem, plan)
 
 
-def choose(problem: Problem, plans: Mapping[str, Plan | str]) -> Plan:
-    """The best of the plans that fit: the default's unless another is better by more than the error of the model.
-
-    Args:
-        problem: what is asked for.
-        plans: as from `attempts`.
-    """
-    fitting, left_out = {}, {}
-    for name, plan in plans.items():
-        if isinstance(plan, str):
-            left_out[name] = plan
-        elif (over := max(plan.memory_bytes) - problem.limit_bytes) > 0:
-            left_out[name] = f"{over:,} bytes more than the limit of {problem.limit_bytes:,} on a rank"
+def choose(problem: Problem, candidates: Iterable[Candidate]) -> Plan:
+    """The best of the plans that fit: the default's unless another is better by more than the error of the model."""
+    fitting, compared, left_out = {}, {}, {}
+    for candidate in candidates:
+        if candidate.over_bytes:
+            over = f"{candidate.over_bytes:,} bytes more than the limit of {problem.limit_bytes:,} on a rank"
+            left_out[candidate.name] = over
+        elif candidate.plan is None or candidate.cost is None:
+            left_out[candidate.name] = candidate.refusal
         else:
-            fitting[name] = plan
-    compared = {name: _numbers(problem, plan) for name, plan in fitting.items()}
+            fitting[candidate.name] = candidate.plan
+            compared[candidate.name] = _numbers(problem, candidate.cost)
     order = _ranked(compared)
     notes = {"auto": _why(problem, order, compared), "compared": compared, "left_out": left_out}
     chosen = fitting[order[0]]
@@ -84,15 +121,14 @@ def _ranked(compared: dict[str, dict[str, Any]]) -> list[str]:
     return sorted(compared, key=rank)
 
 
-def _numbers(problem: Problem, plan: Plan) -> dict[str, Any]:
-    cost = problem.cost(plan)
+def _numbers(problem: Problem, cost: Cost) -> dict[str, Any]:
     seconds = cost.seconds(problem.topology, problem.request.fetch_weight)
     return {
         "objective": seconds.most if problem.request.minimizes_slowest_link else seconds.total,
         "total": seconds.total,
         "slowest_link": seconds.most,
         "bytes": cost.total_bytes,
-        "memory_bytes": int(max(plan.memory_bytes)),
+        "memory_bytes": int(cost.memory_bytes.max()),
         "lookup_balance": cost.lookup_balance,
     }
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from rowmesh.placement.cost import NODE, ONE_HOP, REPLICATED, REPLICATED_TWO_HOP, SLOT_BYTES, TWO_HOP
 from rowmesh.placement.demand import Demand
+from rowmesh.placement.pairs import LinkKinds
 from rowmesh.placement.request import Request
 from rowmesh.placement.topology import Topology
 
@@ -47,11 +48,16 @@ class LinkCosts:
     @staticmethod
     def of(topology: Topology) -> LinkCosts:
         """Means over a topology's links."""
+        W, G, H, costs = topology.world_size, topology.ranks_per_node, topology.num_nodes, topology.costs
+        if isinstance(costs, LinkKinds):
+            kinds = ((costs.intra, W * (G - 1)), (costs.inter, W * (W - G)), (costs.inter, W * (H - 1)))
+            # Rounded as the mean of a matrix is, since rounding decides between equal shifts.
+            return LinkCosts(*(float(np.broadcast_to(c, n).mean()) if n else 0.0 for c, n in kinds))
         ranks = np.arange(topology.world_size)
-        node, place = ranks // topology.ranks_per_node, ranks % topology.ranks_per_node
+        node, place = ranks // G, ranks % G
         apart = node[:, None] != node
         kinds = (~apart & (place[:, None] != place), apart, apart & (place[:, None] == place))
-        return LinkCosts(*(float(topology.cost[kind].mean()) if kind.any() else 0.0 for kind in kinds))
+        return LinkCosts(*(float(costs[kind].mean()) if kind.any() else 0.0 for kind in kinds))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement import TableShape
-from rowmesh.placement.baselines.partitioned import duplicate_for_inference, judge, pays_in_training, search
+from rowmesh.placement.baselines.partitioned import (
+    duplicate_for_inference,
+    judge,
+    judge_owned,
+    pays_in_training,
+    search,
+)
 from rowmesh.placement.baselines.partitions import Partitions
 from rowmesh.placement.demand import Demand
 from rowmesh.placement.profile import Profile
@@ -111,6 +117,14 @@ def test_equations_4_and_5():
     non_dup, dup = 2 * f_times_b * (M - 1) / M * S * 1.0, 2 * (M - 1) / M * S * ratio
     assert pays_in_training(f_times_b, ratio, stored, 1000).tolist() == (dup < non_dup).tolist()
     assert pays_in_training(f_times_b, ratio, stored, 20).tolist() == [True, False, True, False, False]
+
+
+@pytest.mark.parametrize("topology", [Topology.uniform(1), Topology.grouped(3, 2, 4.21), Topology.load("2x4")])
+def test_partitions_with_one_owner_or_on_every_rank_are_judged_as_by_their_paths(topology):
+    W = topology.world_size
+    stored, read = np.random.default_rng(0).random((2, W + 1))
+    paths = np.concatenate([np.repeat(np.arange(W)[:, None], W, axis=1), np.arange(W)[None]])
+    assert judge_owned(stored, read, topology) == pytest.approx(judge(paths, stored, read, topology))
 
 
 def test_a_plan_keeps_what_can_run_and_the_paths_own_cost():
