@@ -72,6 +72,27 @@ def test_small_tables_lose_no_memory_to_short_rounds(deduplicated):
     assert problem.cost(plan).lookup_balance >= 0.98
 
 
+def taken_away(plan, **changes):
+    """The plan with some attributes of all its ranges changed; what had copies is cyclic from the same owner on."""
+
+    def changed(part):
+        copied = part.rule in ("node", "replicated")
+        return replace(part, **{key: value for key, value in changes.items() if key != "rule" or copied})
+
+    tables = [replace(table, ranges=tuple(map(changed, table.ranges))) for table in plan.tables]
+    return replace(plan, tables=tuple(tables))
+
+
+@settings(max_examples=40)
+@given(small(objective="total"))
+def test_a_plan_never_costs_more_than_without_its_copies_or_its_second_hops(case):
+    problem = Problem(*case)
+    plan = search(*case)
+    cost = problem.objective(plan) * (1 - 1e-9)
+    for changes in ({"two_hop": False}, {"rule": "cyclic"}, {"rule": "cyclic", "two_hop": False}):
+        assert cost <= problem.objective(taken_away(plan, **changes))
+
+
 @pytest.mark.parametrize("deduplicated", [True, False])
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("topology", [NODES, Topology.grouped(4, 2, 4.21)], ids=lambda t: t.name)

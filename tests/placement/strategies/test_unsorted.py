@@ -63,6 +63,34 @@ def test_shuffled_counts_cost_what_sorted_ones_do(strategy, mode, deduplicated, 
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def check_training(sizes, exponent, topology, fetch_weight, seed):
+    request = Request(batch_size=64, fetch_weight=fetch_weight)
+    _, expected = cost("cyclic", power_law(sizes, exponent), topology, request)
+    _, found = cost("cyclic", power_law(sizes, exponent, seed), topology, request)
+    assert found <= 1.02 * expected
+
+
+TRAINED = {
+    "exponent": st.floats(0.7, 1.6),
+    "topology": st.sampled_from([*TOPOLOGIES, Topology.grouped(8, 4, 4.21)]),
+    "fetch_weight": st.sampled_from([1.0, 4.0]),
+    "seed": st.integers(0, 99),
+}
+
+
+@settings(max_examples=6)
+@given(sizes=st.lists(st.integers(1, 30_000), min_size=1, max_size=3), **TRAINED)
+def test_shuffled_tables_of_more_rows_than_ranges_cost_as_much_in_training(sizes, **case):
+    check_training(sizes, **case)
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(sizes=st.lists(st.integers(1, 2_000_000), min_size=1, max_size=3), **TRAINED)
+def test_shuffled_tables_of_any_size_cost_as_much_in_training(sizes, **case):
+    check_training(sizes, **case)
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology.name)
 def test_large_tables_keep_small_maps(topology):
     """A table that would take too many ranges copies its most read rows alone: its map is no array of all rows."""
