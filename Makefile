@@ -69,7 +69,7 @@ newcomer: $(READY)
 
 bench: $(READY)
 	for name in segment_unique address_map exchange_rounds embedding_step "embedding_step --plan cyclic" \
-		sparse_all_reduce "two_dimensional --hosts 2x2" "pipeline --hosts 2" "pipeline --tier disk" "pipeline --el-rec" "pipeline --ablation" "pipeline --replicas" "pipeline --stages" sample_clustering reordering checkpoint own_data tiered tensor_train \
+		sparse_all_reduce planning "two_dimensional --hosts 2x2" "pipeline --hosts 2" "pipeline --tier disk" "pipeline --el-rec" "pipeline --ablation" "pipeline --replicas" "pipeline --stages" sample_clustering reordering checkpoint own_data tiered tensor_train \
 		"tensor_train --ablation" "tensor_train --footprint" "tensor_train --versus-dense" "tensor_train --quality" train_step "train_step --precision bfloat16" precision_quality "train_step --tensor-train" \
 		"placement --table 2 --table 3 --figure 10 --topology 2x4" sequence_step raw_quality "dynamic_table --stream" gpu_compile gpu_ops; do \
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
