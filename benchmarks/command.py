@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workload import Workload
+from benchmarks.workload import CONSTRUCTIONS, Workload, read_bags
 
 QUICK_S = 30.0
 _LISTS = ("dim", "global_batch", "pooling")
@@ -74,7 +74,8 @@ def parse(
         for name, value in _QUICK.items():
             if options[name] == parser.get_default(name):
                 options[name] = value
-    names = [field.name for field in fields(Workload)]
+    options |= _bags(parser, options)
+    names = [field.name for field in fields(Workload) if field.name in options]
     cases = itertools.product(*(options[name] for name in _LISTS))
     common = {name: options[name] for name in names if name not in _LISTS}
     workloads = [Workload(**common, **dict(zip(_LISTS, case, strict=True))) for case in cases]
@@ -92,6 +93,20 @@ def parse(
         output=options["output"],
         extra={name: options[name] for name in extra},
     )
+
+
+def _bags(parser: argparse.ArgumentParser, options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the workloads by `--bags` and `--construction`, of benchmarks that have them."""
+    if (construction := options.get("construction", CONSTRUCTIONS[0])) not in CONSTRUCTIONS:
+        parser.error(f"--construction {construction}: there are {', '.join(CONSTRUCTIONS)}")
+    if not options.get("bags"):
+        return {}
+    if options["pooling"] != parser.get_default("pooling"):
+        parser.error("--pooling says how many ids a bag has, and so does --bags; give either")
+    try:
+        return read_bags(options["bags"])
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _parser(description: str, extra: dict[str, bool | int | str]) -> argparse.ArgumentParser:

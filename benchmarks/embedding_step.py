@@ -2,6 +2,8 @@
 
     python -m benchmarks.embedding_step --dim 16,64,128 --global-batch 4096,16384 --peer-python PEER/bin/python
     python -m benchmarks.embedding_step --dim 64 --global-batch 4096,16384 --pooling 10 --peer-python PEER/bin/python
+    python -m benchmarks.embedding_step --bags mlperf --dim 64,128 --global-batch 2048 --peer-python PEER/bin/python
+    python -m benchmarks.embedding_step --bags mlperf --hosts 2 --rate 500mbit --dim 64 --peer-python PEER/bin/python
     python -m benchmarks.embedding_step --wire bfloat16 --dim 64,128
     python -m benchmarks.embedding_step --wire bfloat16 --hosts 2x1 --dim 16,64,128 --global-batch 4096
     python -m benchmarks.embedding_step --plan cyclic --dim 16,64 --global-batch 4096,16384
@@ -9,6 +11,9 @@
     python -m benchmarks.embedding_step --plan cyclic --hosts 2x2 --dim 16,64 --global-batch 4096,16384
 
 Both transports, beside TorchRec's table-wise and row-wise sharding; the phases of a step, and its distance to a floor.
+With `--bags mlperf` tables and bags of MLPerf's DLRM-DCNv2, 214 ids a sample, or those of a JSON file; with
+`--construction mlperf` the first id of a bag decides the others, as in MLPerf's data.
+With `--hosts 2 --rate R`: by messages alone, between two hosts that a cable of this speed joins.
 With `--wire bfloat16` also messages with rounded rows and gradients, over those without (`rounded` in the summary); and
 with `--hosts`, these two alone, between two hosts by the speed of their cable (`benchmarks.wire_step`).
 With `--plan STRATEGY` or `--plan FILE`: the step by a plan against the step without (`benchmarks.planned_step`), on
@@ -18,23 +23,28 @@ With `--storage dynamic`: the step on dynamic tables over the step on dense ones
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import dynamic_step, planned_step, wire_step
 from benchmarks.command import Options, Report, parse
-from benchmarks.contest import Answers, contestants, take_turns
+from benchmarks.contest import contestants, joined, take_turns
 from benchmarks.contestant import Contestant
+from benchmarks.hosts import Hosts, HostsError
 from benchmarks.measure import median, slowest, summarize
 from benchmarks.workload import Workload
 
 MODULE = "benchmarks.ranks.embedding_step"
 TRANSPORTS = ("one_sided", "collective")
-OURS = [f"rowmesh {transport}" for transport in TRANSPORTS]
 ROUNDED = "rowmesh collective, rounded"
 
 
 def target(workload: Workload, transport: str) -> float | None:
     """How many times faster than the peer's better sharding this case is meant to be."""
+    if workload.bags == "mlperf":
+        return {"one_sided": {64: 4.0, 128: 5.0}, "collective": {64: 2.0, 128: 2.5}}[transport].get(workload.dim)
+    if workload.pooling in (30, 100):
+        return {"one_sided": 3.0, "collective": 1.6}[transport]
     if workload.pooling == 10:
         return {"one_sided": 4.0, "collective": 2.0}[transport]
     if workload.pooling != 1 or workload.global_batch not in (4096, 16384):
@@ -44,66 +54,76 @@ def target(workload: Workload, transport: str) -> float | None:
     return 7.0 if workload.global_batch == 16384 else {16: 12.0, 64: 10.0, 128: 8.0}.get(workload.dim)
 
 
-def run_case(options: Options, report: Report, workload: Workload) -> None:
+def run_case(options: Options, report: Report, workload: Workload, hosts: Hosts | None) -> None:
     """One case: rounds in turns, then where the time goes."""
-    ours = {name: (MODULE, {"transport": transport}) for name, transport in zip(OURS, TRANSPORTS, strict=True)}
+    transports = TRANSPORTS if hosts is None else TRANSPORTS[1:]
+    ours = {f"rowmesh {transport}": (MODULE, {"transport": transport}) for transport in transports}
+    names = list(ours)
     if options.extra["wire"]:
         ours[ROUNDED] = MODULE, {"transport": "collective", "wire_dtype": options.extra["wire"]}
-    with contestants(options, report, workload, ours) as (own, peers):
-        rounds = take_turns("round", [*own, *peers], options.repeats)
-        floor = floor_of(rounds)
-        peer_ms = {peer.name: report_peer(report, workload, peer.name, rounds) for peer in peers}
+    cable = {} if hosts is None else {"hosts": options.extra["hosts"], "rate": options.extra["rate"]}
+    about = describe(workload) | cable
+    case = "_".join([workload.name, *cable.values()])
+    with contestants(options, report, workload, ours, hosts) as (own, peers):
+        rounds = take_turns("round", [*own, *peers], options.repeats, hosts)
+        pings = [ping for name in names for answers in rounds[name] for ping in answers[0]["ping_pong_ns"]]
+        times = {name: timing(workload, rounds[name], pings) for name in rounds}
+        floor = floor_of([answer for name in names for answers in rounds[name] for answer in answers])
+        for peer in peers:
+            report.line(case=case, contestant=peer.name, **about, **times[peer.name])
         if options.extra["wire"]:
-            own, rounded = own[:-1], timing(ROUNDED, rounds)
-            report.line(**describe(workload, ROUNDED), **rounded, wire_dtype=options.extra["wire"])
-            whole = timing(OURS[-1], rounds)["step_ms"]
-            report.ratio(f"{workload.name}_collective_rounded", round(whole / rounded["step_ms"], 2))
-        for contestant, transport in zip(own, TRANSPORTS, strict=True):
-            best = min(peer_ms, key=peer_ms.__getitem__, default=None)
-            line = {**timing(contestant.name, rounds), **against_floor(contestant, rounds, floor)}
-            ratio = None if best is None else round(peer_ms[best] / line["step_ms"], 2)
+            own = own[:-1]
+            report.line(case=case, contestant=ROUNDED, **about, **times[ROUNDED], wire_dtype=options.extra["wire"])
+            whole = times[names[-1]]["step_ms"]
+            report.ratio(f"{case}_collective_rounded", round(whole / times[ROUNDED]["step_ms"], 2))
+        best = min((peer.name for peer in peers), key=lambda name: times[name]["step_ms"], default=None)
+        for contestant, transport in zip(own, transports, strict=True):
+            step_ms = times[contestant.name]["step_ms"]
+            peer_ms = None if best is None else times[best]["step_ms"]
+            ratio = None if peer_ms is None else round(peer_ms / step_ms, 2)
             report.line(
-                **describe(workload, contestant.name),
-                **line,
+                case=case,
+                contestant=contestant.name,
+                **about,
+                **times[contestant.name],
+                **phases_of(contestant),
+                **floor,
+                times_floor=round(step_ms / floor["floor_ms"], 2),
                 peer=best,
-                peer_step_ms=best and peer_ms[best],
+                peer_step_ms=peer_ms,
                 ratio=ratio,
-                target=target(workload, transport),
+                target=target(workload, transport) if hosts is None else None,
             )
-            report.ratio(f"{workload.name}_{transport}", ratio)
+            report.ratio(f"{case}_{transport}", ratio)
 
 
-def describe(workload: Workload, contestant: str) -> dict[str, Any]:
-    """What stands at the beginning of a line."""
+def describe(workload: Workload) -> dict[str, Any]:
+    """What lines say of the workload."""
     return {
-        "case": workload.name,
-        "contestant": contestant,
         "dim": workload.dim,
         "global_batch": workload.global_batch,
-        "pooling": workload.pooling,
+        **workload.bags_record,
         "max_rows": workload.max_rows,
         "zipf": workload.zipf,
     }
 
 
-def timing(name: str, rounds: Answers) -> dict[str, Any]:
-    """Step times over all rounds, with the ping-pong of those rounds (ours measure it, for the peer too)."""
-    seconds = [second for answers in rounds[name] for second in slowest(answers, "step")]
-    pings = [ping for ours in OURS for answers in rounds[ours] for ping in answers[0]["ping_pong_ns"]]
-    ping_pong = {"median": median(pings, 0), "min": round(min(pings)), "max": round(max(pings))}
-    return {**summarize(seconds), "ping_pong_ns": ping_pong}
+def timing(workload: Workload, rounds: list[list[dict[str, Any]]], pings: Sequence[float]) -> dict[str, Any]:
+    """Step times over all rounds, with the ping-pong of those rounds (ours measure it, for the peer too), and bytes."""
+    line: dict[str, Any] = summarize([second for answers in rounds for second in slowest(answers, "step")])
+    if pings:
+        line["ping_pong_ns"] = {"median": median(pings, 0), "min": round(min(pings)), "max": round(max(pings))}
+    ranks = [answer for answers in rounds for answer in answers]
+    if "received_bytes" in ranks[0]:
+        line["received_bytes"] = round(max(answer["received_bytes"] for answer in ranks))
+    if "cable_bytes" in ranks[0]:
+        steps = workload.warmup + workload.steps
+        line["cable_bytes"] = round(median([answer["cable_bytes"] / steps for answer in ranks], 0))
+    return line
 
 
-def report_peer(report: Report, workload: Workload, name: str, rounds: Answers) -> float:
-    """Reports one sharding of the peer; returns its median."""
-    line = timing(name, rounds)
-    report.line(**describe(workload, name), **line)
-    return line["step_ms"]
-
-
-def floor_of(rounds: Answers) -> dict[str, Any]:
+def floor_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """The bytes a rank must move in a step, and how long a copy of as many takes, over all rounds and ranks of ours."""
-    answers = [answer for name in OURS for of_round in rounds[name] for answer in of_round]
     parts = {
         name: round(sum(answer["floor_bytes"][name] for answer in answers) / len(answers))
         for name in answers[0]["floor_bytes"]
@@ -116,21 +136,29 @@ def floor_of(rounds: Answers) -> dict[str, Any]:
     }
 
 
-def against_floor(contestant: Contestant, rounds: Answers, floor: dict[str, Any]) -> dict[str, Any]:
-    """The phases of one of ours, and its distance to the floor."""
+def phases_of(contestant: Contestant) -> dict[str, Any]:
+    """The phases of a step of ours, and their shares."""
     phases = contestant.ask("phases")[0]["phase_ms"]
     total = sum(phases.values())
-    shares = {name: round(milliseconds / total, 3) for name, milliseconds in phases.items()}
-    step_ms = timing(contestant.name, rounds)["step_ms"]
-    return {"phase_ms": phases, "phase_share": shares, **floor, "times_floor": round(step_ms / floor["floor_ms"], 2)}
+    return {"phase_ms": phases, "phase_share": {name: round(ms / total, 3) for name, ms in phases.items()}}
 
 
 def main() -> None:
     """Runs every case asked for."""
     defaults = {"dim": [16, 64, 128], "global_batch": [4096, 16384]}
-    options = parse((__doc__ or "").splitlines()[0], defaults=defaults, plan="", hosts="", wire="", storage="dense")
+    options = parse(
+        (__doc__ or "").splitlines()[0],
+        defaults=defaults,
+        plan="",
+        hosts="",
+        rate="",
+        wire="",
+        storage="dense",
+        bags="",
+        construction="drawn",
+    )
     report = Report("embedding_step", options.output)
-    if options.extra["wire"] and options.extra["hosts"]:
+    if options.extra["wire"] and options.extra["hosts"] and not options.extra["rate"]:
         wire_step.run(options, report)
         report.finish()
         return
@@ -138,12 +166,16 @@ def main() -> None:
         dynamic_step.run(options, report)
         report.finish()
         return
-    if options.extra["plan"] or options.extra["hosts"]:
+    if options.extra["plan"] or (options.extra["hosts"] and not options.extra["rate"]):
         planned_step.run(options, report)
         report.finish()
         return
-    for workload in options.workloads:
-        run_case(options, report, workload)
+    try:
+        with joined(options) as (options, hosts):
+            for workload in options.workloads:
+                run_case(options, report, workload, hosts)
+    except HostsError as error:
+        raise SystemExit(f"embedding_step: {error}") from error
     report.finish()
 
 

@@ -9,6 +9,7 @@ Everything is inside the namespaces: removing them removes it. Needs Linux, root
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -29,6 +30,7 @@ from benchmarks.command import Report
 NUM_HOSTS = 2
 INTERFACE = "cable"
 GIGABIT = 1_000_000_000
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": GIGABIT}
 # Of an Ethernet frame of 1,514 bytes, which is what a token bucket counts, TCP with time stamps carries 1,448.
 PAYLOAD_SHARE = 1448 / 1514
 # A bucket lets its size through at once after a pause, so it must be small beside a message, and yet hold a segment as
@@ -56,12 +58,12 @@ class HostsShape:
 
     @staticmethod
     def parse(text: str) -> HostsShape:
-        """From `HxG`.
+        """From `HxG`, or `H` where each host has one rank.
 
         Raises:
             HostsError: it is something else, or not two hosts.
         """
-        match = re.fullmatch(r"(\d+)x([1-9]\d*)", text)
+        match = re.fullmatch(r"(\d+)x([1-9]\d*)", text if "x" in text else f"{text}x1")
         if match is None or int(match[1]) != NUM_HOSTS:
             raise HostsError(f"--hosts {text}: a cable joins {NUM_HOSTS} hosts; give {NUM_HOSTS}xRANKS, such as 2x2")
         return HostsShape(int(match[1]), int(match[2]))
@@ -70,6 +72,18 @@ class HostsShape:
     def num_ranks(self) -> int:
         """Of all hosts."""
         return self.num_hosts * self.ranks_per_host
+
+
+def bits_per_s(text: str) -> int:
+    """A rate, in the units of `tc`.
+
+    >>> bits_per_s("2.5gbit")
+    2500000000
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
+    if match is None or not (rate := round(float(match[1]) * _UNITS[match[2]])):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; give one such as 1gbit or 100mbit")
+    return rate
 
 
 class Hosts:

@@ -29,9 +29,8 @@ from typing import Any
 
 from benchmarks.command import Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
-from benchmarks.hosts import PAYLOAD_SHARE, Hosts, enter_hosts
+from benchmarks.hosts import PAYLOAD_SHARE, Hosts, bits_per_s, enter_hosts
 from benchmarks.measure import cores, median, slowest
-from benchmarks.two_dimensional_hosts import bits_per_s
 from benchmarks.workload import Workload
 from rowmesh.pipeline.playing import play, step_s
 from rowmesh.pipeline.schedule import Task, make_schedule

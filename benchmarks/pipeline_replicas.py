@@ -25,12 +25,11 @@ from typing import Any
 
 from benchmarks.command import Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
-from benchmarks.hosts import Hosts, HostsShape, enter_hosts
+from benchmarks.hosts import Hosts, HostsShape, bits_per_s, enter_hosts
 from benchmarks.measure import cores
 from benchmarks.pipeline_ablation import HIDDEN_WIDTH, LEAST_WAIT_MS, SHAPE, START_S, Calibration, calibrate
 from benchmarks.pipeline_hosts import MODULE, Variant
 from benchmarks.pipeline_rounds import MESSAGES, Player, Rounds, describe
-from benchmarks.two_dimensional_hosts import bits_per_s
 from benchmarks.workload import Workload
 from rowmesh.mesh.synchronization import Mode, Synchronization
 

@@ -54,7 +54,11 @@ def run(options: Options, report: Report) -> None:
         SystemExit: hosts cannot be made here, or there is no such plan; says why.
     """
     if not options.extra["plan"]:
-        raise SystemExit("embedding_step: --hosts needs --plan: a strategy, or the file of a plan")
+        raise SystemExit("embedding_step: --hosts needs --plan, a strategy or the file of a plan, --wire or --rate")
+    if options.extra["rate"]:
+        raise SystemExit("embedding_step: --rate is of steps without --plan, whose cable has 1 Gbit/s")
+    if any(workload.construction != "drawn" for workload in options.workloads):
+        raise SystemExit("embedding_step: --plan needs --construction drawn: its profile has chances of single ids")
     try:
         with joined(options) as (options, hosts):
             ranks_per_node = options.ranks if hosts is None else options.ranks // NUM_HOSTS
@@ -69,8 +73,9 @@ def run(options: Options, report: Report) -> None:
 def true_profile(workload: Workload) -> Profile:
     """The chances that the workload draws ids with."""
     tables = []
-    for shape in (TableShape.of(table) for table in table_specs(workload)):
-        chances = Zipf(shape.num_rows, workload.zipf).probabilities * workload.pooling
+    for table, bag_size in zip(table_specs(workload), workload.bag_sizes, strict=True):
+        shape = TableShape.of(table)
+        chances = Zipf(shape.num_rows, workload.zipf).probabilities * bag_size
         # Runs grow with their rank, as the law falls ever more slowly.
         ranks = np.arange(1, shape.num_rows + 1)
         starts = np.flatnonzero(np.diff(np.floor(np.log(ranks) * workload.zipf / _EVEN), prepend=-1.0))
@@ -142,7 +147,7 @@ class Case:
                 case=name,
                 dim=self._workload.dim,
                 global_batch=self._workload.global_batch,
-                pooling=self._workload.pooling,
+                **self._workload.bags_record,
                 max_rows=self._workload.max_rows,
                 zipf=self._workload.zipf,
                 ranks=self._options.ranks,

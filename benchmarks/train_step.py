@@ -2,10 +2,13 @@
 
     python -m benchmarks.train_step --dim 16,64 --peer-python PEER/bin/python
     python -m benchmarks.train_step --dim 16,64 --precision bfloat16 --peer-python PEER/bin/python
+    python -m benchmarks.train_step --bags mlperf --dim 64 --global-batch 2048 --peer-python PEER/bin/python
+    python -m benchmarks.train_step --bags mlperf --hosts 2 --rate 500mbit --dim 64 --peer-python PEER/bin/python
 
 The floor is what all products of the dense network take at the rate of the fastest one, measured in the same processes.
 Ours computes as `rowmesh train` does; the peer's network is plain torch under DistributedDataParallel. With
-`--precision bfloat16` both networks are under autocast.
+`--precision bfloat16` both networks are under autocast. `--bags`, `--construction`, `--hosts` and `--rate` are those of
+`benchmarks.embedding_step`.
 
 Then the growth of memory over `--memory-steps` steps, full ones and of the sparse part alone. With `--tensor-train`
 instead: the same step with large tables as tensor-train cores, beside the step with all of them dense.
@@ -17,8 +20,9 @@ from typing import Any, NamedTuple
 
 from benchmarks import train_step_tensor_train
 from benchmarks.command import Options, Report, parse
-from benchmarks.contest import Answers, contestants, take_turns
+from benchmarks.contest import Answers, contestants, joined, take_turns
 from benchmarks.contestant import Contestant
+from benchmarks.hosts import Hosts, HostsError
 from benchmarks.measure import median, slowest, summarize
 from benchmarks.workload import Workload
 
@@ -27,26 +31,29 @@ TARGETS = {16: 1.05, 64: 1.08}
 TRANSPORTS = ("one_sided", "collective")
 
 
-def run_case(options: Options, report: Report, workload: Workload) -> None:
+def run_case(options: Options, report: Report, workload: Workload, hosts: Hosts | None) -> None:
     """One case: rounds in turns, then memory over many steps."""
     precision = {"precision": options.extra["precision"]}
-    ours = {f"rowmesh {name}": (MODULE, {"transport": name, **precision}) for name in TRANSPORTS}
-    with contestants(options, report, workload, ours, **precision) as (own, peers):
+    transports = TRANSPORTS if hosts is None else TRANSPORTS[1:]
+    cable = {} if hosts is None else {"hosts": options.extra["hosts"], "rate": options.extra["rate"] or "1gbit"}
+    case = "_".join([workload.name, *cable.values()])
+    ours = {f"rowmesh {name}": (MODULE, {"transport": name, **precision}) for name in transports}
+    with contestants(options, report, workload, ours, hosts, **precision) as (own, peers):
         rounds = take_turns("train", [*own, *peers], options.repeats)
         floor_ms = report_floor(report, workload, own[0], **precision)
-        common = {"floor_ms": floor_ms, **precision}
+        common = {"floor_ms": floor_ms, **precision, **cable}
         theirs = {peer.name: report_steps(report, workload, peer.name, rounds, **common) for peer in peers}
         best = min(theirs, key=lambda name: theirs[name].full_ms, default=None)
-        beside: dict[str, Any] = {"target": TARGETS.get(workload.dim), **common}
+        beside: dict[str, Any] = {"target": None if workload.bags or cable else TARGETS.get(workload.dim), **common}
         if best is not None:
             beside |= {"peer": best, "peer_full_ms": theirs[best].full_ms, "peer_tax": theirs[best].tax}
-            report.ratio(f"{workload.name}_{best}", theirs[best].tax)
-        for contestant, transport in zip(own, TRANSPORTS, strict=True):
+            report.ratio(f"{case}_{best}", theirs[best].tax)
+        for contestant, transport in zip(own, transports, strict=True):
             mine = report_steps(report, workload, contestant.name, rounds, **beside)
-            report.ratio(f"{workload.name}_{transport}", mine.tax)
-            report.ratio(f"{workload.name}_{transport}_over_floor", round(mine.full_ms / floor_ms, 3))
+            report.ratio(f"{case}_{transport}", mine.tax)
+            report.ratio(f"{case}_{transport}_over_floor", round(mine.full_ms / floor_ms, 3))
             if best is not None:
-                report.ratio(f"{workload.name}_{best}_over_{transport}", round(theirs[best].full_ms / mine.full_ms, 3))
+                report.ratio(f"{case}_{best}_over_{transport}", round(theirs[best].full_ms / mine.full_ms, 3))
         for part in ("full", "sparse"):
             report_memory(report, workload, own[0], part, 20 if options.quick else options.extra["memory_steps"])
 
@@ -80,7 +87,7 @@ def report_steps(report: Report, workload: Workload, name: str, rounds: Answers,
         contestant=name,
         dim=workload.dim,
         global_batch=workload.global_batch,
-        pooling=workload.pooling,
+        **workload.bags_record,
         **(full | given),
         difference_ms=median(differences),
         samples_per_s=round(workload.global_batch / full_ms * 1e3),
@@ -116,11 +123,23 @@ def main() -> None:
         tensor_train=False,
         tensor_train_rank=16,
         tensor_train_rows=100_000,
+        hosts="",
+        rate="",
+        bags="",
+        construction="drawn",
     )
     report = Report("train_step", options.output)
-    run = train_step_tensor_train.run_case if options.extra["tensor_train"] else run_case
-    for workload in options.workloads:
-        run(options, report, workload)
+    if options.extra["tensor_train"] and options.extra["hosts"]:
+        raise SystemExit("train_step: --tensor-train runs on one host; leave --hosts out")
+    try:
+        with joined(options) as (options, hosts):
+            for workload in options.workloads:
+                if options.extra["tensor_train"]:
+                    train_step_tensor_train.run_case(options, report, workload)
+                else:
+                    run_case(options, report, workload, hosts)
+    except HostsError as error:
+        raise SystemExit(f"train_step: {error}") from error
     report.finish()
 
 

@@ -20,7 +20,6 @@ Source: two-dimensional sparse parallelism §4.3, Table 2.
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
 import time
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from typing import Any
 
 from benchmarks.command import Report
 from benchmarks.contestant import Contestant, ContestantError, connect_all
-from benchmarks.hosts import PAYLOAD_SHARE, Hosts, HostsError, HostsShape, enter_hosts
+from benchmarks.hosts import PAYLOAD_SHARE, Hosts, HostsError, HostsShape, bits_per_s, enter_hosts
 from benchmarks.measure import median, slowest, summarize
 from benchmarks.planned_step import EXTRA_MEMORY, topology, true_profile
 from benchmarks.workload import Workload
@@ -44,7 +43,6 @@ MODULE = "benchmarks.ranks.two_dimensional"
 REPLICAS = 2
 TARGET_STEP, TARGET_BYTES = 1.5, 20
 START_S = 300.0
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _QUICK = {"max_rows": 20_000, "dim": [16], "batch": [1024], "steps": 4, "warmup": 4, "repeats": 1, "rest_ms": [0]}
 
 
@@ -97,18 +95,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hosts-warmup", type=int, default=4, help="steps before it")
     add("--hosts-repeats", type=int, default=6, help="rounds; in each, every contestant runs once")
     add("--hosts-rest-ms", type=_integers, default=[0], help="pause after a step, as for work without rows")
-
-
-def bits_per_s(text: str) -> int:
-    """A rate, in the units of `tc`.
-
-    >>> bits_per_s("2.5gbit")
-    2500000000
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text)
-    if match is None or not (rate := round(float(match[1]) * _UNITS[match[2]])):
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate; give one such as 1gbit or 100mbit")
-    return rate
 
 
 def run(report: Report, options: argparse.Namespace) -> None:

@@ -83,7 +83,7 @@ def _report_line(
         wire_dtype=options.extra["wire"] if name == ROUNDED else "float32",
         dim=workload.dim,
         global_batch=workload.global_batch,
-        pooling=workload.pooling,
+        **workload.bags_record,
         max_rows=workload.max_rows,
         **values,
     )

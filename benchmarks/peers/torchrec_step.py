@@ -28,7 +28,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
 from benchmarks import rank as rank_side  # noqa: E402
 from benchmarks.plain_dlrm import PlainDLRM  # noqa: E402
 from benchmarks.tower import Tower  # noqa: E402
-from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches  # noqa: E402
+from benchmarks.workload import NUM_DENSE, Workload, WorkloadBatch, make_batches  # noqa: E402
 
 
 class CpuSharder(EmbeddingBagCollectionSharder):
@@ -45,6 +45,7 @@ class Model(nn.Module):
     def __init__(self, workload: Workload, hidden: int, precision: str) -> None:
         super().__init__()
         self.dim, self.is_half = workload.dim, precision == "bfloat16"
+        self.num_tables = len(workload.table_rows)
         self.tables = EmbeddingBagCollection(
             device=torch.device("meta"),
             tables=[
@@ -53,13 +54,13 @@ class Model(nn.Module):
             ],
         )
         if hidden:
-            self.network: nn.Module = Tower(NUM_DENSE, NUM_TABLES, self.dim, hidden)
+            self.network: nn.Module = Tower(NUM_DENSE, self.num_tables, self.dim, hidden)
         else:
-            self.network = PlainDLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=self.dim)
+            self.network = PlainDLRM(num_dense=NUM_DENSE, num_features=self.num_tables, dim=self.dim)
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor, given: Tensor | None = None) -> Tensor:
         """Logits. The look-up comes first, so that its backward comes last."""
-        vectors = self.tables(ids).values().view(-1, NUM_TABLES, self.dim) if given is None else given
+        vectors = self.tables(ids).values().view(-1, self.num_tables, self.dim) if given is None else given
         with torch.autocast("cpu", torch.bfloat16, enabled=self.is_half):
             return self.network(dense, vectors).float()
 
@@ -73,7 +74,7 @@ def build(workload: Workload, sharding: str, hidden: int, precision: str) -> Dis
     constraint = ParameterConstraints(sharding_types=[sharding], compute_kernels=["fused"])
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu"),
-        constraints={f"t{i}": constraint for i in range(NUM_TABLES)},
+        constraints={f"t{i}": constraint for i in range(model.num_tables)},
     )
     sharders: Any = [CpuSharder()]
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
@@ -81,13 +82,10 @@ def build(workload: Workload, sharding: str, hidden: int, precision: str) -> Dis
     return DistributedModelParallel(module=model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
-def keyed_jagged(ids: Tensor) -> KeyedJaggedTensor:
-    """`[tables, b, pooling]` as TorchRec takes it."""
-    tables, samples, pooling = ids.shape
-    lengths = torch.full((tables * samples,), pooling, dtype=torch.int64)
-    return KeyedJaggedTensor(
-        keys=[f"f{i}" for i in range(tables)], values=ids.reshape(-1), lengths=lengths, stride=samples
-    )
+def keyed_jagged(batch: WorkloadBatch) -> KeyedJaggedTensor:
+    """The ids of a batch as TorchRec takes them."""
+    keys = [f"f{i}" for i in range(len(batch.bag_sizes))]
+    return KeyedJaggedTensor(keys, batch.ids.flatten(), lengths=batch.lengths, stride=len(batch.labels))
 
 
 class Commands:
@@ -102,10 +100,11 @@ class Commands:
         self._optimizer = torch.optim.SGD(dense, lr=workload.lr)
         self._loss = nn.BCEWithLogitsLoss()
         batches = make_batches(workload, dist.get_rank(), dist.get_world_size(), workload.num_batches)
-        self._batches = [(batch.dense, keyed_jagged(batch.ids), batch.labels) for batch in batches]
+        self._batches = [(batch.dense, keyed_jagged(batch), batch.labels) for batch in batches]
         samples = workload.global_batch // dist.get_world_size()
-        self._gradient = torch.randn(samples, NUM_TABLES * workload.dim) * 1e-3
-        self._given = torch.randn(samples, NUM_TABLES, workload.dim, requires_grad=True)
+        num_tables = len(workload.table_rows)
+        self._gradient = torch.randn(samples, num_tables * workload.dim) * 1e-3
+        self._given = torch.randn(samples, num_tables, workload.dim, requires_grad=True)
         self._sparse_step(0)
 
     def round(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from benchmarks import rank as rank_side
 from benchmarks.hardware import CopyFloor, PingPong
 from benchmarks.phases import PhaseClock
 from benchmarks.ranks.setup import dynamic_specs, output_gradient, serve, sparse_batch, table_specs
-from benchmarks.workload import NUM_TABLES, Workload, make_batches
+from benchmarks.workload import Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, SparseBatch
 from rowmesh.collection.engine import Engine
 from rowmesh.collection.pooling import Pooling
@@ -84,7 +84,7 @@ class SparsePart:
         tables = dynamic_specs(workload) if storage == "dynamic" else table_specs(workload)
         embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan, wire_dtype=wire_dtype)
         batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches, scattered)
-        gradient = output_gradient(workload, mesh.world_size, NUM_TABLES * workload.dim)
+        gradient = output_gradient(workload, mesh.world_size, len(tables) * workload.dim)
         sparse = [sparse_batch(tables, batch) for batch in batches]
         return SparsePart(embeddings, EmbeddingOptimizer(embeddings), sparse, gradient)
 
@@ -107,15 +107,32 @@ class Commands:
         self._part.step(0)  # compiles
         self._floor_bytes = self._count_floor_bytes()
         self._copy = CopyFloor(sum(self._floor_bytes.values()), self._part.embeddings.barrier)
-        self._ping_pong = PingPong(mesh)
+        self._ping_pong = PingPong(mesh) if mesh.is_one_host else None
 
     def round(self) -> dict[str, Any]:
-        """Seconds of the timed steps, with what the machine could do just then."""
-        pings = [self._ping_pong.measure_ns()]
+        """Seconds of the timed steps and bytes received in one, with what the machine could do just then."""
+        pings = self._pings()
         floor_s = self._copy.measure_s()
-        seconds = rank_side.alternate({"step": self._part.step}, self._workload, self._part.embeddings.barrier)
-        pings.append(self._ping_pong.measure_ns())
-        return {"seconds": seconds, "ping_pong_ns": pings, "floor_s": floor_s, "floor_bytes": self._floor_bytes}
+        embeddings, workload = self._part.embeddings, self._workload
+        before = self._received_bytes()
+        seconds = rank_side.alternate({"step": self._part.step}, workload, embeddings.barrier)
+        received = (self._received_bytes() - before) / (workload.warmup + workload.steps)
+        return {
+            "seconds": seconds,
+            "received_bytes": received,
+            "ping_pong_ns": [*pings, *self._pings()],
+            "floor_s": floor_s,
+            "floor_bytes": self._floor_bytes,
+        }
+
+    def _pings(self) -> list[float]:
+        """The latency between cores, where all ranks are on one host."""
+        return [self._ping_pong.measure_ns()] if self._ping_pong else []
+
+    def _received_bytes(self) -> int:
+        """What this rank received of others since the start."""
+        embeddings = self._part.embeddings
+        return sum(each.bytes_received for each in (embeddings.common_counters, *embeddings.counters))
 
     def phases(self) -> dict[str, Any]:
         """Median milliseconds of each phase. The clock costs about a microsecond a phase."""

@@ -51,7 +51,11 @@ def dynamic_specs(workload: Workload, rules: Mapping[int, Dynamic] = MappingProx
 
 def sparse_batch(tables: list[TableSpec], batch: WorkloadBatch) -> SparseBatch:
     """The ids of a batch, without a copy."""
-    return SparseBatch.from_dense([table.name for table in tables], batch.ids)
+    names = [table.name for table in tables]
+    if batch.ids.dim() > 1:
+        return SparseBatch.from_dense(names, batch.ids)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), batch.lengths.cumsum(0)])
+    return SparseBatch(tuple(names), batch.ids, len(batch.labels), jagged_offsets=offsets)
 
 
 def output_gradient(workload: Workload, world_size: int, columns: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks import rank as rank_side
 from benchmarks.ranks.setup import serve, sparse_batch, table_specs
-from benchmarks.workload import NUM_DENSE, NUM_TABLES, Workload, make_batches
+from benchmarks.workload import NUM_DENSE, Workload, make_batches
 from rowmesh import EmbeddingCollection, EmbeddingOptimizer, Mesh, fast_linear
 from rowmesh._support.memory import resident_bytes
 from rowmesh.models import DLRM
@@ -41,7 +41,7 @@ class Commands:
         self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
         self._embedding_optimizer = EmbeddingOptimizer(self._embeddings)
         torch.manual_seed(workload.seed)
-        network = DLRM(num_dense=NUM_DENSE, num_features=NUM_TABLES, dim=workload.dim)
+        network = DLRM(num_dense=NUM_DENSE, num_features=len(tables), dim=workload.dim)
         self._network = network
         self._gradients = SharedGradients(network, mesh, self._embeddings.transport)
         self._fast = fast_linear(network, workload.global_batch, mesh=mesh)
@@ -50,7 +50,7 @@ class Commands:
         batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches)
         self._batches = [(batch.dense, sparse_batch(tables, batch), batch.labels) for batch in batches]
         samples = workload.global_batch // mesh.world_size
-        self._given = torch.randn(samples, NUM_TABLES, workload.dim, requires_grad=True)
+        self._given = torch.randn(samples, len(tables), workload.dim, requires_grad=True)
         self._full_step(0)
 
     def train(self) -> dict[str, Any]:
@@ -94,7 +94,8 @@ class Commands:
     def _operations(self) -> int:
         """Of a sample's products, forward and backward: every pair of vectors once, and no gradient of the data."""
         layers = [layer.weight.numel() for layer in self._network.modules() if isinstance(layer, nn.Linear)]
-        pairs = NUM_TABLES * (NUM_TABLES + 1) // 2
+        num_tables = len(self._workload.table_rows)
+        pairs = num_tables * (num_tables + 1) // 2
         return 2 * (3 * (sum(layers) + pairs * self._workload.dim) - layers[0])
 
     def _full_step(self, number: int) -> None:

@@ -81,6 +81,7 @@ def test_targets_are_those_of_the_named_cases():
     assert target(Workload(dim=64, global_batch=4096), "one_sided") == 10.0
     assert target(Workload(dim=64, global_batch=4096, pooling=10), "collective") == 2.0
     assert target(Workload(dim=64, global_batch=512), "one_sided") is None
+    assert target(Workload(dim=128, bags="mlperf"), "collective") == 2.5
 
 
 def test_segment_unique_reports_every_contestant(capsys):

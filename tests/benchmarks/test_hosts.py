@@ -29,7 +29,8 @@ def output(hosts, host, *command):
 
 def test_shapes_are_two_hosts():
     assert HostsShape.parse("2x4").num_ranks == 8
-    for text in ("2", "3x2", "2x0", "2xtwo", "12x2"):
+    assert HostsShape.parse("2").num_ranks == 2
+    for text in ("3", "3x2", "2x0", "2xtwo", "12x2"):
         with pytest.raises(HostsError, match=f"--hosts {text}: .*such as 2x2"):
             HostsShape.parse(text)
 

@@ -34,6 +34,11 @@ def test_the_profile_is_the_law_of_the_workload():
         assert table.is_falling
 
 
+def test_the_profile_counts_the_bags_of_each_table():
+    workload = replace(WORKLOAD, multi_hot_sizes=range(1, 27))
+    assert [table.total_accesses for table in true_profile(workload).tables] == pytest.approx(list(range(1, 27)))
+
+
 def test_rows_that_are_not_scattered_stand_in_order_of_frequency():
     (batch,) = make_batches(replace(WORKLOAD, global_batch=20_000), 0, 1, 1, scattered=False)
     (same,) = make_batches(replace(WORKLOAD, global_batch=20_000), 0, 1, 1)
@@ -72,16 +77,23 @@ def test_plans_that_are_not_there_are_named():
     with pytest.raises(
         SystemExit, match=r"--plan nothing\.json: neither a file nor a strategy; there are auto, cyclic"
     ):
-        run(parse("", ["--plan", "nothing.json", "--quick"], plan="", hosts=""), Report("embedding_step", None))
+        run(
+            parse("", ["--plan", "nothing.json", "--quick"], plan="", hosts="", rate=""), Report("embedding_step", None)
+        )
     with pytest.raises(SystemExit, match="--hosts needs --plan"):
-        run(parse("", ["--hosts", "2x2", "--quick"], plan="", hosts=""), Report("embedding_step", None))
+        run(parse("", ["--hosts", "2x2", "--quick"], plan="", hosts="", rate=""), Report("embedding_step", None))
     with pytest.raises(SystemExit, match="--hosts 3x2: a cable joins 2 hosts"):
-        run(parse("", ["--hosts", "3x2", "--quick"], plan="cyclic", hosts=""), Report("embedding_step", None))
+        run(parse("", ["--hosts", "3x2", "--quick"], plan="cyclic", hosts="", rate=""), Report("embedding_step", None))
+    with pytest.raises(SystemExit, match="--rate is of steps without --plan"):
+        run(parse("", ["--quick"], plan="cyclic", hosts="2", rate="1gbit"), Report("embedding_step", None))
+    arguments = ["--quick", "--construction", "mlperf"]
+    with pytest.raises(SystemExit, match="--plan needs --construction drawn"):
+        run(parse("", arguments, plan="cyclic", hosts="", rate="", construction=""), Report("embedding_step", None))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("can_make_hosts")
 def test_two_hosts(tmp_path):
     arguments = ["--plan", "cyclic", "--hosts", "2x2", "--quick", "--steps", "3", "--output", str(tmp_path / "lines")]
-    run(parse("", arguments, plan="", hosts=""), Report("embedding_step", tmp_path / "lines"))
+    run(parse("", arguments, plan="", hosts="", rate=""), Report("embedding_step", tmp_path / "lines"))
     assert (tmp_path / "lines").read_text().count('"predicted_cable_bytes"') == 2

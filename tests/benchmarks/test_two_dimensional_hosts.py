@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import two_dimensional
 from benchmarks.contestant import ContestantError
-from benchmarks.hosts import HostsError
+from benchmarks.hosts import HostsError, bits_per_s
 from benchmarks.planned_step import true_profile
 from benchmarks.ranks.two_dimensional import Commands
-from benchmarks.two_dimensional_hosts import SAME_ORDER, VARIANTS, Case, bits_per_s
+from benchmarks.two_dimensional_hosts import SAME_ORDER, VARIANTS, Case
 from benchmarks.workload import Workload
 from rowmesh.placement import Plan
 from tests.benchmarks.test_hosts import can_make_hosts
