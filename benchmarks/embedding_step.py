@@ -9,6 +9,8 @@
     python -m benchmarks.embedding_step --plan cyclic --dim 16,64 --global-batch 4096,16384
     python -m benchmarks.embedding_step --storage dynamic --dim 16,64 --global-batch 4096,16384
     python -m benchmarks.embedding_step --plan cyclic --hosts 2x2 --dim 16,64 --global-batch 4096,16384
+    python -m benchmarks.embedding_step --equal-bags --bags mlperf --construction mlperf --dim 64 --global-batch 2048
+    python -m benchmarks.embedding_step --equal-bags --events FILE --pooling 30,100 --dim 64 --global-batch 2048
 
 Both transports, beside TorchRec's table-wise and row-wise sharding; the phases of a step, and its distance to a floor.
 With `--bags mlperf` tables and bags of MLPerf's DLRM-DCNv2, 214 ids a sample, or those of a JSON file; with
@@ -19,6 +21,7 @@ with `--hosts`, these two alone, between two hosts by the speed of their cable (
 With `--plan STRATEGY` or `--plan FILE`: the step by a plan against the step without (`benchmarks.planned_step`), on
 this host or, with `--hosts 2xRANKS`, on two that a cable of 1 Gbit/s joins (`benchmarks.hosts`).
 With `--storage dynamic`: the step on dynamic tables over the step on dense ones (`benchmarks.dynamic_step`).
+With `--equal-bags`: how many bags are equal, and what that could save (`benchmarks.equal_bags`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import dynamic_step, planned_step, wire_step
+from benchmarks import dynamic_step, equal_bags, planned_step, wire_step
 from benchmarks.command import Options, Report, parse
 from benchmarks.contest import contestants, joined, take_turns
 from benchmarks.contestant import Contestant
@@ -156,8 +159,14 @@ def main() -> None:
         storage="dense",
         bags="",
         construction="drawn",
+        equal_bags=False,
+        events="",
     )
     report = Report("embedding_step", options.output)
+    if options.extra["equal_bags"]:
+        equal_bags.run(options, report)
+        report.finish()
+        return
     if options.extra["wire"] and options.extra["hosts"] and not options.extra["rate"]:
         wire_step.run(options, report)
         report.finish()
