@@ -16,7 +16,8 @@ Both transports, beside TorchRec's table-wise and row-wise sharding; the phases 
 With `--bags mlperf` tables and bags of MLPerf's DLRM-DCNv2, 214 ids a sample, or those of a JSON file; with
 `--construction mlperf` the first id of a bag decides the others, as in MLPerf's data.
 With `--hosts 2 --rate R`: by messages alone, between two hosts that a cable of this speed joins.
-With `--wire bfloat16` also messages with rounded rows and gradients, over those without (`rounded` in the summary); and
+With `--send rows,sums,auto`: over messages once for each (`benchmarks.sending`); the summary has rows over the others.
+With `--wire bfloat16` also messages with rounded rows and gradients, and those without over these in the summary; and
 with `--hosts`, these two alone, between two hosts by the speed of their cable (`benchmarks.wire_step`).
 With `--plan STRATEGY` or `--plan FILE`: the step by a plan against the step without (`benchmarks.planned_step`), on
 this host or, with `--hosts 2xRANKS`, on two that a cable of 1 Gbit/s joins (`benchmarks.hosts`).
@@ -29,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import dynamic_step, equal_bags, planned_step, wire_step
+from benchmarks import dynamic_step, equal_bags, planned_step, sending, wire_step
 from benchmarks.command import Options, Report, parse
 from benchmarks.contest import contestants, joined, take_turns
 from benchmarks.contestant import Contestant
@@ -38,8 +39,7 @@ from benchmarks.measure import median, slowest, summarize
 from benchmarks.workload import Workload
 
 MODULE = "benchmarks.ranks.embedding_step"
-TRANSPORTS = ("one_sided", "collective")
-ROUNDED = "rowmesh collective, rounded"
+WHOLE, ROUNDED = "rowmesh collective", "rowmesh collective, rounded"
 
 
 def target(workload: Workload, transport: str) -> float | None:
@@ -59,9 +59,7 @@ def target(workload: Workload, transport: str) -> float | None:
 
 def run_case(options: Options, report: Report, workload: Workload, hosts: Hosts | None) -> None:
     """One case: rounds in turns, then where the time goes."""
-    transports = TRANSPORTS if hosts is None else TRANSPORTS[1:]
-    ours = {f"rowmesh {transport}": (MODULE, {"transport": transport}) for transport in transports}
-    names = list(ours)
+    ours = sending.ours(options, workload, hosts, MODULE)
     if options.extra["wire"]:
         ours[ROUNDED] = MODULE, {"transport": "collective", "wire_dtype": options.extra["wire"]}
     cable = {} if hosts is None else {"hosts": options.extra["hosts"], "rate": options.extra["rate"]}
@@ -69,35 +67,38 @@ def run_case(options: Options, report: Report, workload: Workload, hosts: Hosts 
     case = "_".join([workload.name, *cable.values()])
     with contestants(options, report, workload, ours, hosts) as (own, peers):
         rounds = take_turns("round", [*own, *peers], options.repeats, hosts)
-        pings = [ping for name in names for answers in rounds[name] for ping in answers[0]["ping_pong_ns"]]
+        answers = {each.name: [answer for answers in rounds[each.name] for answer in answers] for each in own}
+        pings = [ping for of_one in answers.values() for answer in of_one for ping in answer["ping_pong_ns"]]
         times = {name: timing(workload, rounds[name], pings) for name in rounds}
-        floor = floor_of([answer for name in names for answers in rounds[name] for answer in answers])
+        # Which rows a step reads is known where no table sends sums.
+        of_rows = [answer for name in answers if "sums" not in ours[name][1] for answer in answers[name]]
+        floor = floor_of(of_rows) if of_rows else {}
         for peer in peers:
             report.line(case=case, contestant=peer.name, **about, **times[peer.name])
-        if options.extra["wire"]:
-            own = own[:-1]
-            report.line(case=case, contestant=ROUNDED, **about, **times[ROUNDED], wire_dtype=options.extra["wire"])
-            whole = times[names[-1]]["step_ms"]
-            report.ratio(f"{case}_collective_rounded", round(whole / times[ROUNDED]["step_ms"], 2))
         best = min((peer.name for peer in peers), key=lambda name: times[name]["step_ms"], default=None)
-        for contestant, transport in zip(own, transports, strict=True):
-            step_ms = times[contestant.name]["step_ms"]
+        for contestant in own:
+            name, settings = contestant.name, ours[contestant.name][1]
+            step_ms = times[name]["step_ms"]
             peer_ms = None if best is None else times[best]["step_ms"]
             ratio = None if peer_ms is None else round(peer_ms / step_ms, 2)
             report.line(
                 case=case,
-                contestant=contestant.name,
+                contestant=name,
                 **about,
-                **times[contestant.name],
+                **times[name],
                 **phases_of(contestant),
                 **floor,
-                times_floor=round(step_ms / floor["floor_ms"], 2),
+                times_floor=round(step_ms / floor["floor_ms"], 2) if floor else None,
                 peer=best,
                 peer_step_ms=peer_ms,
                 ratio=ratio,
-                target=target(workload, transport) if hosts is None else None,
+                target=target(workload, settings["transport"]) if hosts is None else None,
+                **{key: settings[key] for key in ("wire_dtype", "sums") if key in settings},
             )
-            report.ratio(f"{case}_{transport}", ratio)
+            report.ratio(f"{case}_{sending.short_name(name)}", ratio)
+        for name in [name for name in ours if WHOLE in ours and name.startswith(f"{WHOLE}, ")]:
+            ratio = round(times[WHOLE]["step_ms"] / times[name]["step_ms"], 2)
+            report.ratio(f"{case}_rows_over_{sending.short_name(name)}", ratio)
 
 
 def describe(workload: Workload) -> dict[str, Any]:
@@ -155,6 +156,7 @@ def main() -> None:
         plan="",
         hosts="",
         rate="",
+        send="rows",
         wire="",
         storage="dense",
         bags="",

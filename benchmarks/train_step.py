@@ -7,8 +7,8 @@
 
 The floor is what all products of the dense network take at the rate of the fastest one, measured in the same processes.
 Ours computes as `rowmesh train` does; the peer's network is plain torch under DistributedDataParallel. With
-`--precision bfloat16` both networks are under autocast. `--bags`, `--construction`, `--hosts` and `--rate` are those of
-`benchmarks.embedding_step`.
+`--precision bfloat16` both networks are under autocast. `benchmarks.embedding_step` says what `--bags`,
+`--construction`, `--send`, `--hosts` and `--rate` are.
 
 Then the growth of memory over `--memory-steps` steps, full ones and of the sparse part alone. With `--tensor-train`
 instead: the same step with large tables as tensor-train cores, beside the step with all of them dense.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks import train_step_tensor_train
+from benchmarks import sending, train_step_tensor_train
 from benchmarks.command import Options, Report, parse
 from benchmarks.contest import Answers, contestants, joined, take_turns
 from benchmarks.contestant import Contestant
@@ -28,16 +28,14 @@ from benchmarks.workload import Workload
 
 MODULE = "benchmarks.ranks.train_step"
 TARGETS = {16: 1.05, 64: 1.08}
-TRANSPORTS = ("one_sided", "collective")
 
 
 def run_case(options: Options, report: Report, workload: Workload, hosts: Hosts | None) -> None:
     """One case: rounds in turns, then memory over many steps."""
     precision = {"precision": options.extra["precision"]}
-    transports = TRANSPORTS if hosts is None else TRANSPORTS[1:]
     cable = {} if hosts is None else {"hosts": options.extra["hosts"], "rate": options.extra["rate"] or "1gbit"}
     case = "_".join([workload.name, *cable.values()])
-    ours = {f"rowmesh {name}": (MODULE, {"transport": name, **precision}) for name in transports}
+    ours = sending.ours(options, workload, hosts, MODULE, **precision)
     with contestants(options, report, workload, ours, hosts, **precision) as (own, peers):
         rounds = take_turns("train", [*own, *peers], options.repeats)
         floor_ms = report_floor(report, workload, own[0], **precision)
@@ -48,7 +46,8 @@ def run_case(options: Options, report: Report, workload: Workload, hosts: Hosts 
         if best is not None:
             beside |= {"peer": best, "peer_full_ms": theirs[best].full_ms, "peer_tax": theirs[best].tax}
             report.ratio(f"{case}_{best}", theirs[best].tax)
-        for contestant, transport in zip(own, transports, strict=True):
+        for contestant in own:
+            transport = sending.short_name(contestant.name)
             mine = report_steps(report, workload, contestant.name, rounds, **beside)
             report.ratio(f"{case}_{transport}", mine.tax)
             report.ratio(f"{case}_{transport}_over_floor", round(mine.full_ms / floor_ms, 3))
@@ -125,6 +124,7 @@ def main() -> None:
         tensor_train_rows=100_000,
         hosts="",
         rate="",
+        send="rows",
         bags="",
         construction="drawn",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +80,10 @@ class SparsePart:
         scattered: bool = True,
         wire_dtype: torch.dtype | None = None,
         storage: str = "dense",
+        sums: Collection[int] = (),
     ) -> SparsePart:
-        """The workload's; `scattered` as in `benchmarks.workload.Zipf`."""
-        tables = dynamic_specs(workload) if storage == "dynamic" else table_specs(workload)
+        """The workload's; `scattered` as in `benchmarks.workload.Zipf`, `sums` as in `table_specs`."""
+        tables = dynamic_specs(workload) if storage == "dynamic" else table_specs(workload, sums=sums)
         embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport, plan=plan, wire_dtype=wire_dtype)
         batches = make_batches(workload, mesh.rank, mesh.world_size, workload.num_batches, scattered)
         gradient = output_gradient(workload, mesh.world_size, len(tables) * workload.dim)
@@ -99,11 +101,17 @@ class Commands:
     """What the benchmark may ask for."""
 
     def __init__(
-        self, workload: Workload, mesh: Mesh, transport: Any, wire_dtype: str = "", storage: str = "dense"
+        self,
+        workload: Workload,
+        mesh: Mesh,
+        transport: Any,
+        wire_dtype: str = "",
+        storage: str = "dense",
+        sums: Collection[int] = (),
     ) -> None:
         self._workload, self._mesh = workload, mesh
         narrow = getattr(torch, wire_dtype) if wire_dtype else None
-        self._part = SparsePart.of(workload, mesh, transport, wire_dtype=narrow, storage=storage)
+        self._part = SparsePart.of(workload, mesh, transport, wire_dtype=narrow, storage=storage, sums=sums)
         self._part.step(0)  # compiles
         self._floor_bytes = self._count_floor_bytes()
         self._copy = CopyFloor(sum(self._floor_bytes.values()), self._part.embeddings.barrier)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,15 +12,20 @@ from benchmarks import rank
 from benchmarks.workload import Workload, WorkloadBatch
 from rowmesh import AdaGrad, Mesh, RowWiseAdaGrad, SparseBatch, TableSpec
 from rowmesh.tables import Dynamic, TensorTrain, Uniform
+from rowmesh.tables.spec import Send
 
 
-def table_specs(workload: Workload, cored_rows: int = 0, rank: int = 0) -> list[TableSpec]:
+def table_specs(
+    workload: Workload, cored_rows: int = 0, rank: int = 0, sums: Collection[int] = (), send: Send = "rows"
+) -> list[TableSpec]:
     """One table a feature, all of one spec, so that they fuse into one group.
 
     Args:
         workload: says how large they are.
         cored_rows: tables of so many rows or more are tensor-train tables; 0: none.
         rank: of those.
+        sums: numbers of tables that send sums.
+        send: what the others send.
     """
     dense: dict[str, Any] = {"optimizer": RowWiseAdaGrad(lr=workload.lr)}
     cored: dict[str, Any] = {
@@ -29,7 +34,13 @@ def table_specs(workload: Workload, cored_rows: int = 0, rank: int = 0) -> list[
         "tensor_train": TensorTrain(rank=rank),
     }
     return [
-        TableSpec(name=f"t{i}", num_rows=rows, dim=workload.dim, **(cored if 0 < cored_rows <= rows else dense))
+        TableSpec(
+            name=f"t{i}",
+            num_rows=rows,
+            dim=workload.dim,
+            send="sums" if i in sums else send,
+            **(cored if 0 < cored_rows <= rows else dense),
+        )
         for i, rows in enumerate(workload.table_rows)
     ]
 

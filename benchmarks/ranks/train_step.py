@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,10 +35,11 @@ class Commands:
         cored_rows: int = 0,
         tensor_train_rank: int = 0,
         precision: Precision = "float32",
+        sums: Collection[int] = (),
     ) -> None:
         self._workload = workload
         self._precision: Precision = precision
-        tables = table_specs(workload, cored_rows, tensor_train_rank)
+        tables = table_specs(workload, cored_rows, tensor_train_rank, sums)
         self._embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
         self._embedding_optimizer = EmbeddingOptimizer(self._embeddings)
         torch.manual_seed(workload.seed)
