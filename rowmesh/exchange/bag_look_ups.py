@@ -12,11 +12,13 @@ from torch import Tensor
 from rowmesh.errors import RowmeshError
 from rowmesh.exchange.bags import WORD_BYTES, BagReader, Bags, Owned, write_bags
 from rowmesh.exchange.incoming import bounds_of, sizes_of
+from rowmesh.ops import columns
 from rowmesh.ops.look_up import HostLookUp, HostLookUps, SendBuffer
 from rowmesh.ops.memory import Scratch, held_bytes
 from rowmesh.ops.merge_update.handles import UnsummedBySource
 from rowmesh.ops.merge_update.sources import Sources
 from rowmesh.ops.pool.layout import GroupLayout
+from rowmesh.ops.simd import STORAGE
 from rowmesh.sparse import SparseBatch
 
 
@@ -35,11 +37,17 @@ class BagLookUp(HostLookUp):
         self._dim, self._dtype = of.dim, of.dtype
         self._find_rows: Callable[[BagLookUp], HostLookUp] | None = None
         self._own: OwnedBags | None = None
+        self._own_bags = [0, 0]
+        self._kernels = columns.kernels(of.dim, STORAGE[of.dtype])
         self.drop_bags(of.world_size)
 
     def drop_bags(self, world_size: int) -> None:
         """Sends no bags."""
-        self.sizes, self.bag_bounds, self._columns = [0] * world_size, [0] * (world_size + 1), list[tuple[int, int]]()
+        self.sizes, self.bag_bounds, self._columns = (
+            [0] * world_size,
+            [0] * (world_size + 1),
+            np.empty((0, 2), np.int64),
+        )
 
     def take_nothing(self) -> None:
         """Asks for no row, and sends no bags."""
@@ -52,8 +60,8 @@ class BagLookUp(HostLookUp):
         layout: GroupLayout,
         owned: Sequence[Owned],
         find_rows: Callable[[BagLookUp], HostLookUp],
-    ) -> None:
-        """Sends bags.
+    ) -> bool:
+        """Sends bags, unless an id is no row of its table.
 
         Args:
             batch: whose they are.
@@ -65,12 +73,18 @@ class BagLookUp(HostLookUp):
         if weights is not None and weights.dtype not in (torch.float32, torch.float64):
             weights = weights.float()
         given = None if weights is None else weights.numpy()
-        self.sizes = write_bags(self.words, batch.ids.numpy(), given, layout.features, owned)
+        sizes = write_bags(self.words, batch.ids.numpy(), given, layout.features, owned)
+        if sizes is None:
+            return False
+        self.sizes = sizes
         num_bags = np.array([len(each.features) * batch.batch_size for each in owned])
         self.bag_bounds = bounds_of(num_bags).tolist()
-        columns = [int(layout.features[feature, 5]) for each in owned for feature in each.features]
-        self._columns = [(column, number * batch.batch_size) for number, column in enumerate(columns)]
+        features = [feature for each in owned for feature in each.features]
+        self._columns = np.empty((len(features), 2), np.int64)
+        self._columns[:, 0] = layout.features[features, 5]
+        self._columns[:, 1] = np.arange(len(features)) * batch.batch_size
         self._find_rows = find_rows
+        return True
 
     @property
     def num_bags(self) -> int:
@@ -96,25 +110,27 @@ class BagLookUp(HostLookUp):
     def pool(self, layout: GroupLayout, weights: Tensor | None, output: Tensor) -> None:
         """Writes the group's columns of the output, those of sums too."""
         super().pool(layout, weights, output)
-        if not self._columns:
+        if not self.num_bags:
             return
         assert self._own is not None
-        self._own.pool_into(output, [column for column, begin in self._columns if begin in self._own_bags])
-        vectors, num_samples = self.vectors, len(output)
-        for column, begin in self._columns:
-            if begin not in self._own_bags:
-                output[:, column : column + self._dim] = vectors[begin : begin + num_samples]
+        begins, (first, end) = self._columns[:, 1], self._own_bags
+        is_own = (begins >= first) & (begins < end)
+        self._own.pool_into(output, self._columns[is_own, 0])
+        others = self._columns[~is_own]
+        self._kernels.scatter(
+            self._vectors.buffer.address, others.ctypes.data, len(others), *output.shape, output.data_ptr()
+        )
 
     def take_own(self, bags: OwnedBags, rank: int) -> None:
         """Takes what looks up the bags that this rank owns itself, and its own number."""
-        self._own, self._own_bags = bags, range(*self.bag_bounds[rank : rank + 2])
+        self._own, self._own_bags = bags, self.bag_bounds[rank : rank + 2]
 
     def backward(self, layout: GroupLayout, grad: Tensor) -> None:
         """Writes the summed gradient of every row into the send buffer, and those of sums as they are."""
         super().backward(layout, grad)
-        gradients, num_samples = self.gradients, len(grad)
-        for column, begin in self._columns:
-            gradients[begin : begin + num_samples] = grad[:, column : column + self._dim]
+        self._kernels.pack(
+            self._gradients.buffer.address, self._columns.ctypes.data, len(self._columns), *grad.shape, grad.data_ptr()
+        )
 
     def keep_rows(self) -> Tensor:
         """As for any look-up; rows of bags are at their owners.
@@ -226,18 +242,18 @@ class OwnedBags:
         others = self.bags.layout(self.bags.messages != self._rank)
         look_up.pool(others, self.bags.weights, self.vectors)
 
-    def pool_into(self, output: Tensor, columns: Sequence[int]) -> None:
+    def pool_into(self, output: Tensor, begins: NDArray[np.int64]) -> None:
         """Writes the vectors of this rank's bags.
 
         Args:
             output: `[B, width]`.
-            columns: where those of each feature begin.
+            begins: in which column those of each feature begin.
         """
         look_up, _ = self._found()
         descriptors = self.bags.descriptors[self.bags.messages == self._rank]
         if not descriptors[:, 4].any():
             return
-        descriptors[:, 5], descriptors[:, 6] = columns, output.shape[1]
+        descriptors[:, 5], descriptors[:, 6] = begins, output.shape[1]
         num_ids = int((descriptors[:, 1] - descriptors[:, 0]).sum())
         look_up.pool(GroupLayout(descriptors, num_ids, self.bags.is_weighted), self.bags.weights, output)
 

@@ -12,7 +12,7 @@ A message is a list of uint32, empty where a rank sends no bags:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rowmesh.errors import ConfigurationError
+from rowmesh.ops.columns import narrow
 from rowmesh.ops.memory import Scratch, array_at
 from rowmesh.ops.pool.layout import GroupLayout
 
@@ -37,11 +38,13 @@ class Owned(NamedTuple):
         features: their numbers in the group, ascending.
         tables: which table of the group each is of.
         means: whether each is a mean.
+        num_rows: of its table.
     """
 
-    features: tuple[int, ...]
-    tables: tuple[int, ...]
-    means: tuple[bool, ...]
+    features: tuple[int, ...] = ()
+    tables: tuple[int, ...] = ()
+    means: tuple[bool, ...] = ()
+    num_rows: tuple[int, ...] = ()
 
 
 class Bags(NamedTuple):
@@ -101,8 +104,10 @@ def write_bags(
     weights: NDArray[np.floating] | None,
     features: NDArray[np.int64],
     owners: Iterable[Owned],
-) -> list[int]:
+) -> list[int] | None:
     """Writes one message after the other to all owners; returns how many words each has.
+
+    None where an id is no row of its table: messages are of no use then.
 
     Args:
         into: where.
@@ -111,9 +116,9 @@ def write_bags(
         features: descriptors of the group's features.
         owners: what is sent to each.
     """
-    sizes = list[int]()
-    parts = list[NDArray[np.uint32]]()
+    sizes, messages = list[int](), list[tuple[list[NDArray[Any]], list[tuple[int, int, int]]]]()
     kind = 0 if weights is None else _WEIGHTS.index(weights.dtype.type)
+    id_words = 1 if weights is None else 1 + weights.itemsize // WORD_BYTES
     for owned in owners:
         descriptors = features[list(owned.features)].tolist()
         if not descriptors or not descriptors[0][4]:
@@ -124,17 +129,23 @@ def write_bags(
         for descriptor, each in zip(descriptors, found, strict=True):
             head += [descriptor[1] - descriptor[0], each.size]
         pieces = [np.array(head, np.uint32), *(each.lengths for each in found if each.lengths is not None)]
-        pieces += [ids[descriptor[0] : descriptor[1]] for descriptor in descriptors]
+        messages.append((pieces, [(*each[:2], rows) for each, rows in zip(descriptors, owned.num_rows, strict=True)]))
+        sizes.append(sum(map(len, pieces)) + id_words * sum(head[2::2]))
+    address = into.reserve(WORD_BYTES * sum(sizes))
+    words, at, others, ids_address = into.buffer.array(np.uint32, sum(sizes)), 0, 0, ids.ctypes.data
+    for pieces, ranges in messages:
+        for piece in pieces:
+            words[at : at + len(piece)] = piece
+            at += len(piece)
+        for begin, end, num_rows in ranges:
+            others += narrow(ids_address, begin, end, num_rows, address + WORD_BYTES * at)
+            at += end - begin
         if weights is not None:
-            pieces += [weights[descriptor[0] : descriptor[1]].view(np.uint32) for descriptor in descriptors]
-        sizes.append(sum(map(len, pieces)))
-        parts += pieces
-    into.reserve(WORD_BYTES * sum(sizes))
-    words, at = into.buffer.array(np.uint32, sum(sizes)), 0
-    for part in parts:
-        words[at : at + len(part)] = part
-        at += len(part)
-    return sizes
+            for begin, end, _ in ranges:
+                count = (id_words - 1) * (end - begin)
+                words[at : at + count] = weights[begin:end].view(np.uint32)
+                at += count
+    return None if others else sizes
 
 
 class BagReader:

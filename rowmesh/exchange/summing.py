@@ -58,12 +58,12 @@ def summed_features(group: TableGroup, address_map: AddressMap) -> list[Owned]:
     owned = []
     for rank in range(address_map.plan.world_size):
         features = [
-            (feature, number, table.pooling == "mean")
+            (feature, number, table.pooling == "mean", table.num_rows)
             for number, (table, plan) in enumerate(zip(group.tables, address_map.tables, strict=True))
             if plan.send == "sums" and plan.ranges[0].rank == rank
             for feature in range(*group.feature_bounds[number : number + 2])
         ]
-        owned.append(Owned(*zip(*features, strict=True)) if features else Owned((), (), ()))
+        owned.append(Owned(*zip(*features, strict=True)) if features else Owned())
     return owned
 
 
@@ -135,26 +135,18 @@ class SummingExchange(HostGroupExchange):
             assert isinstance(group.look_up, BagLookUp)
             group.look_up.drop_bags(self.world_size)
             return group
-        if self._has_others(batch, layout):
-            batch = batch.with_ids(self._mapped(batch.ids, layout))
-        near = layout.features.copy()
-        near[self._is_summed, 0], near[self._is_summed, 4] = near[self._is_summed, 1], 0
-        num_ids = int((near[:, 1] - near[:, 0]).sum())
-        group = super().route(batch, GroupLayout(near, num_ids, layout.is_weighted), inverse)
+        near = _without(layout, self._is_summed)
+        group = super().route(batch, near, inverse)
         assert isinstance(group.look_up, BagLookUp)
-        group.look_up.take_bags(batch, layout, self.owned, self.rows_of)
-        self.count_bags(layout.num_ids - num_ids)
+        try:
+            if not group.look_up.take_bags(batch, layout, self.owned, self.rows_of):
+                batch = batch.with_ids(self._mapped(batch.ids, _without(layout, ~self._is_summed)))
+                group.look_up.take_bags(batch, layout, self.owned, self.rows_of)
+        except BaseException:
+            group.release()
+            raise
+        self.count_bags(layout.num_ids - near.num_ids)
         return group
-
-    def _has_others(self, batch: SparseBatch, layout: GroupLayout) -> bool:
-        """Whether ids in bags are no rows of their tables."""
-        for feature in np.flatnonzero(self._is_summed).tolist():
-            begin, end = layout.features[feature, :2].tolist()
-            if begin < end:
-                least, most = map(int, batch.ids[begin:end].aminmax())
-                if least < 0 or most >= self.features[feature][1].num_rows:
-                    return True
-        return False
 
     def rows_of(self, look_up: BagLookUp) -> HostLookUp:
         """The rows that are in the bags of a look-up, with the sums of their gradients; made anew each time."""
@@ -167,6 +159,13 @@ class SummingExchange(HostGroupExchange):
             found.weigh(layout, bags.weights)
         found.backward(layout, look_up.gradients)
         return found
+
+
+def _without(layout: GroupLayout, features: NDArray[np.bool_]) -> GroupLayout:
+    """The layout of a batch that has no ids and no samples of some features."""
+    descriptors = layout.features.copy()
+    descriptors[features, 0], descriptors[features, 4] = descriptors[features, 1], 0
+    return GroupLayout(descriptors, int((descriptors[:, 1] - descriptors[:, 0]).sum()), layout.is_weighted)
 
 
 class IncomingBags(Incoming):
