@@ -68,7 +68,7 @@ def test_migrations_across_nodes(ranks, ranks_per_node):
 @st.composite
 def migrating(draw):
     scenario = draw(scenarios())
-    another = random_plans(scenario.tables, scenario.world_size, scenario.ranks_per_node)
+    another = random_plans(scenario.tables, scenario.world_size, scenario.ranks_per_node, sums=True)
     steps = draw(st.lists(st.integers(0, scenario.num_steps), min_size=1, max_size=2))
     return replace(scenario, migrations=tuple((step, draw(another)) for step in sorted(steps)))
 

@@ -94,7 +94,7 @@ def scenarios(draw):
     ranks_per_node, num_nodes = draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 4), (1, 3), (3, 1)]))
     world_size = ranks_per_node * num_nodes
     job = draw(random_jobs(world_size))
-    plan = draw(random_plans(job.tables, world_size, ranks_per_node))
+    plan = draw(random_plans(job.tables, world_size, ranks_per_node, sums=True))
     return replace(job, plan=plan, ranks_per_node=ranks_per_node)
 
 

@@ -68,7 +68,7 @@ def jobs(draw):
         trains_weights=draw(st.booleans()),
         max_norm=draw(st.sampled_from([None, None, 0.3])),
     )
-    plans = [draw(random_plans(job.tables, job.world_size, per_node)) for _ in range(2)]
+    plans = [draw(random_plans(job.tables, job.world_size, per_node, sums=True)) for _ in range(2)]
     names = [spec.name for spec in job.tables if draw(st.booleans())]
     moves = ((draw(st.integers(0, job.num_steps)), plans[1]),) if draw(st.booleans()) else ()
     return replace(job, plan=summing(plans[0], job.tables, names), migrations=moves)

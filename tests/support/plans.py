@@ -57,17 +57,17 @@ def random_ranges(draw, num_rows, world_size):
 
 
 @st.composite
-def random_plans(draw, tables, world_size, ranks_per_node):
-    """Plans whose ranges follow any rule, and of which some tables send sums."""
+def random_plans(draw, tables, world_size, ranks_per_node, *, sums=False):
+    """Plans whose ranges follow any rule, and of which some tables send sums where they may."""
     number = st.integers(0, 7)
-    sums = [spec.name for spec in tables if draw(st.sampled_from([False, False, True]))]
+    names = [spec.name for spec in tables if sums and draw(st.sampled_from([False, False, True]))]
     plan = make_plan(
         tables,
         world_size,
         ranks_per_node,
         lambda _: (draw(st.sampled_from(RULES)), draw(number), draw(number), draw(st.booleans())),
     )
-    return summing(joined(plan, lambda: draw(st.booleans())), tables, sums)
+    return summing(joined(plan, lambda: draw(st.booleans())), tables, names)
 
 
 def with_copies(tables, world_size):
