@@ -255,7 +255,10 @@ def dot(typing: Any, x: Any, y: Any) -> Any:
     return x.scalar(x, x), codegen
 
 
-def _prefetch(write: int) -> Any:
+_SECOND_CACHE, _FIRST_CACHE = 2, 3
+
+
+def _prefetch(write: int, level: int = _FIRST_CACHE) -> Any:
     def typer(typing: Any, address: Any, num_bytes: Any) -> Any:
         n = _literal(num_bytes)
         if n is None:
@@ -268,7 +271,7 @@ def _prefetch(write: int) -> Any:
             )
             for offset in range(0, n, _CACHE_LINE):
                 line = b.inttoptr(b.add(args[0], ir.Constant(_I64, offset)), pointer)
-                b.call(function, [line, *(ir.Constant(_I32, v) for v in (write, 3, 1))])
+                b.call(function, [line, *(ir.Constant(_I32, v) for v in (write, level, 1))])
             return ctx.get_dummy_value()
 
         return types.void(types.int64, num_bytes), codegen
@@ -280,6 +283,18 @@ def _prefetch(write: int) -> Any:
 def prefetch(typing: Any, address: Any, num_bytes: Any) -> Any:
     """Asks for the cache lines of `num_bytes` (a constant) from `address` on, for reading."""
     return _prefetch(0)(typing, address, num_bytes)
+
+
+@_intrinsic
+def prefetch_far(typing: Any, address: Any, num_bytes: Any) -> Any:
+    """As `prefetch`, into the second-level cache: more lines can be under way at a time, and none leaves the first."""
+    return _prefetch(0, _SECOND_CACHE)(typing, address, num_bytes)
+
+
+@_intrinsic
+def prefetch_to_write(typing: Any, address: Any, num_bytes: Any) -> Any:
+    """As `prefetch`, for lines that will be written: of this core alone."""
+    return _prefetch(1)(typing, address, num_bytes)
 
 
 def _load(llvm: Any, numba: Any, widen: str | None = None) -> Any:

@@ -29,7 +29,7 @@ from rowmesh.ops.simd import (
     load_scalar,
     load_u32,
     mul,
-    prefetch,
+    prefetch_far,
     scale,
     splat,
     sqrt_row,
@@ -37,9 +37,8 @@ from rowmesh.ops.simd import (
     store_scalar,
 )
 
-AHEAD = 16
-UNSUMMED_AHEAD = 32
-GRADIENT_AHEAD = 6
+AHEAD = 32
+GRADIENT_AHEAD = 16
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = 0, 1, 2, 3
 RULES = {"sgd": SGD, "adagrad": ADAGRAD, "row_wise_adagrad": ROW_WISE_ADAGRAD, "adam": ADAM}
 NUM_WITHOUT_DECAY = 6  # numbers of a rule; one that decays has one more
@@ -49,11 +48,11 @@ NUM_WITHOUT_DECAY = 6  # numbers of a rule; one that decays has one more
 # Numba's disk cache, whose key hashes what a closure holds.)
 @inlined
 def _prefetch_row(slot, arena, state1, state2, rule, row_bytes, state_bytes):
-    prefetch(arena + slot * row_bytes, row_bytes)
+    prefetch_far(arena + slot * row_bytes, row_bytes)
     if rule != SGD:
-        prefetch(state1 + slot * state_bytes, state_bytes)
+        prefetch_far(state1 + slot * state_bytes, state_bytes)
         if rule == ADAM:
-            prefetch(state2 + slot * state_bytes, state_bytes)
+            prefetch_far(state2 + slot * state_bytes, state_bytes)
 
 
 @inlined
@@ -118,9 +117,9 @@ def rounded(numbers, scalar):
 def _prefetch_gradients(heads, nexts, addresses, m, out_bytes):
     """The first two gradients of a chain, the second only where there is one."""
     soon = load_u32(heads + 4 * m)
-    prefetch(load_i64(addresses + 8 * soon), out_bytes)
+    prefetch_far(load_i64(addresses + 8 * soon), out_bytes)
     after = load_u32(nexts + 4 * soon)
-    prefetch(load_i64(addresses + 8 * (soon if after == END else after)), out_bytes)
+    prefetch_far(load_i64(addresses + 8 * (soon if after == END else after)), out_bytes)
 
 
 @inlined
@@ -251,7 +250,7 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
         scalars, size = rounded(numbers, SCALAR), SCALAR(DIM)
         last = load_u32(pointers + 4 * count) - 1
         for m in range(count):
-            ahead = load_u32(slots + 4 * min(m + UNSUMMED_AHEAD, count - 1))
+            ahead = load_u32(slots + 4 * min(m + AHEAD, count - 1))
             _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
             u = load_u32(uniques + 4 * m)
             j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)

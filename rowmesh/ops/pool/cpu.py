@@ -30,6 +30,8 @@ from rowmesh.ops.simd import (
     load_scalar,
     load_u32,
     prefetch,
+    prefetch_far,
+    prefetch_to_write,
     scale,
     store_f32,
     store_f64,
@@ -41,6 +43,8 @@ from rowmesh.ops.simd import (
 
 AHEAD = 16  # rows to prefetch ahead; 8 to 32 measure alike
 NEW_ROWS_AHEAD = 24  # the same, counted in rows that were not read before
+BAGS_AHEAD = 8  # vectors of bags whose lines are asked for before they are written
+SUMS_AHEAD = 16  # the same of sums of gradients
 DESCRIPTOR = 8  # int64 values that describe a feature
 IDS_BEGIN, IDS_END, OFFSETS, BAG_SIZE, NUM_BAGS, FIRST_CELL, STRIDE, MEAN = range(0, 8 * DESCRIPTOR, 8)
 
@@ -179,8 +183,9 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
             if bag_size == 1 and not weights:
                 last = end - 1
                 while i < end:
+                    prefetch_to_write(to + BAGS_AHEAD * stride, OUT_BYTES)
                     ahead = load_u32(inverse + 4 * min(i + AHEAD, last))
-                    prefetch(load_i64(addresses + 8 * ahead), ROW_BYTES)
+                    prefetch_far(load_i64(addresses + 8 * ahead), ROW_BYTES)
                     address = load_i64(addresses + 8 * load_u32(inverse + 4 * i))
                     store_row(to, load_row(address, DIM, STORAGE), OUT)
                     to += stride
@@ -189,20 +194,19 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
             # Rows are numbered in order of first appearance: those to come soon follow the highest number so far.
             prefetched = max(prefetched, load_u32(inverse + 4 * i))
             for bag in range(load_i64(feature + NUM_BAGS)):
-                total, highest = zero_row(DIM, STORAGE), 0
+                prefetch_to_write(to + BAGS_AHEAD * stride, OUT_BYTES)
+                total = zero_row(DIM, STORAGE)
                 for _ in range(ids_in(offsets, bag_size, bag)):
                     u = load_u32(inverse + 4 * i)
-                    highest = max(highest, u)
                     row = load_row(load_i64(addresses + 8 * u), DIM, STORAGE)
                     if weights:
                         total = axpy(load_scalar(weights + ELEMENT * i, STORAGE), row, total)
                     else:
                         total = add(total, row)
                     i += 1
-                goal = min(highest + NEW_ROWS_AHEAD, num_unique - 1)
-                while prefetched < goal:
-                    prefetched += 1
-                    prefetch(load_i64(addresses + 8 * prefetched), ROW_BYTES)
+                    if prefetched < u + NEW_ROWS_AHEAD and prefetched < num_unique - 1:
+                        prefetched += 1
+                        prefetch_far(load_i64(addresses + 8 * prefetched), ROW_BYTES)
                 store_row(to, total, OUT)
                 to += stride
 
@@ -217,6 +221,7 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
             for owner in range(world_size):
                 bounds = segment_offsets + 8 * (owner * (num_segments + 1) + s)
                 for p in range(load_i64(bounds), load_i64(bounds + 8)):
+                    prefetch_to_write(sink + OUT_BYTES * (p + SUMS_AHEAD), OUT_BYTES)
                     u = load_u32(uniques + 4 * p)
                     j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
                     row = first_cell(grad, cells, weights, j, last, DIM, OUT, ELEMENT, OUT_BYTES)
