@@ -38,6 +38,17 @@ def test_sizes(num_ids, distinct):
     assert_same(segment_unique(ids, offsets), reference.segment_unique(ids, offsets))
 
 
+@pytest.mark.parametrize("spread", [1, 2**32])
+def test_runs_of_new_and_of_known_ids(spread):
+    """Ids that are new and ids that are known come in runs, by which the loop is chosen; some share their low half."""
+    generator = torch.Generator().manual_seed(spread)
+    runs = [torch.arange(700), torch.randint(700, (900,), generator=generator), torch.arange(700, 1100)]
+    runs += [torch.randint(4000, (2500,), generator=generator), torch.zeros(600, dtype=torch.int64)]
+    ids = torch.cat(runs) * spread % (2**63 - 25)
+    offsets = torch.tensor([0, 1000, len(ids)])
+    assert_same(segment_unique(ids, offsets), reference.segment_unique(ids, offsets))
+
+
 def call(table, ids, offsets, segments):
     """Through addresses, as routing calls it: ranges in descriptors of 64 bytes, several of one segment."""
     ranges = np.zeros((len(segments), 8), np.int64)

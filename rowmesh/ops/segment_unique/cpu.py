@@ -11,11 +11,38 @@ from __future__ import annotations
 import numpy as np
 
 from rowmesh.ops.memory import Scratch
-from rowmesh.ops.simd import FLOAT32, kernel, load_i64, load_u32, store_i64, store_row, store_u32, zero_row
+from rowmesh.ops.simd import (
+    FLOAT32,
+    inlined,
+    kernel,
+    load_i64,
+    load_u32,
+    opaque,
+    store_i64,
+    store_row,
+    store_u32,
+    zero_row,
+)
 
 _FIBONACCI = 0x9E3779B97F4A7C15
 _DIRECT_ROWS = 1 << 13  # below this many rows a table is addressed directly
 _LOW = 0xFFFFFFFF
+_RUN = 256  # ids after which the loop may change
+_MANY_NEW = 24  # of a run: the next one is taken by the loop for new ids
+
+
+@inlined
+def _probe(cell, half, key, table, mask, unique):
+    """The cell of a key, and the position of its unique id; −1, and a free cell, where there is none."""
+    while True:
+        entry = load_i64(cell)
+        if entry == 0:
+            return cell, -1
+        if np.uint64(entry ^ half) <= np.uint64(_LOW):
+            position = (entry & _LOW) - 1
+            if load_i64(unique + 8 * position) == key:
+                return cell, position
+        cell = table + (cell - table + 8 & mask)
 
 
 @kernel
@@ -53,13 +80,37 @@ def _segment_unique(
                 mask, full = (8 << b) - 1, found + load_i64(limits + 8 * segment)
                 for line in range(table, table + (8 << b), 64):
                     store_row(line, zero_row(16, FLOAT32), FLOAT32)
-        for i in range(load_i64(ranges + stride * r), load_i64(ranges + stride * r + 8)):
-            key = load_i64(ids + 8 * i)
-            half = key << 32
-            cell = table + 8 * np.int64((np.uint64(key) * multiplier) >> shift)
-            while True:
+        i, end = load_i64(ranges + stride * r), load_i64(ranges + stride * r + 8)
+        before = found - _RUN
+        while i < end:
+            stop, has_many_new, before = min(i + _RUN, end), found - before > _MANY_NEW, found
+            while has_many_new and i < stop:
+                # No branch asks whether an id is new: a mask chooses, as processors guess wrong for most new ids.
+                key = load_i64(ids + 8 * i)
+                half = key << 32
+                cell = table + 8 * np.int64((np.uint64(key) * multiplier) >> shift)
                 entry = load_i64(cell)
-                if entry == 0:
+                is_new = opaque(-np.int64(entry == 0))
+                position = (found & is_new) | ((entry & _LOW) - 1 & ~is_new)
+                differs = ((entry ^ half) >> 32) | (load_i64(unique + 8 * position) ^ key)
+                if differs & ~is_new:
+                    cell, position = _probe(table + (cell - table + 8 & mask), half, key, table, mask, unique)
+                    is_new = -np.int64(position < 0)
+                    position = (found & is_new) | (position & ~is_new)
+                if found - is_new > full:
+                    return segment
+                store_i64(cell, half | (position + 1))
+                store_i64(unique + 8 * position, key)
+                store_u32(counts + 4 * position, (load_u32(counts + 4 * position) & ~is_new) + 1)
+                store_u32(inverse + 4 * i, position)
+                found -= is_new
+                i += 1
+            while i < stop:
+                key = load_i64(ids + 8 * i)
+                half = key << 32
+                cell = table + 8 * np.int64((np.uint64(key) * multiplier) >> shift)
+                cell, position = _probe(cell, half, key, table, mask, unique)
+                if position < 0:
                     if found >= full:
                         return segment
                     store_i64(cell, half | (found + 1))
@@ -67,14 +118,10 @@ def _segment_unique(
                     store_u32(counts + 4 * found, 1)
                     store_u32(inverse + 4 * i, found)
                     found += 1
-                    break
-                if np.uint64(entry ^ half) <= np.uint64(_LOW):
-                    position = (entry & _LOW) - 1
-                    if load_i64(unique + 8 * position) == key:
-                        store_u32(inverse + 4 * i, position)
-                        store_u32(counts + 4 * position, load_u32(counts + 4 * position) + 1)
-                        break
-                cell = table + (cell - table + 8 & mask)
+                else:
+                    store_u32(inverse + 4 * i, position)
+                    store_u32(counts + 4 * position, load_u32(counts + 4 * position) + 1)
+                i += 1
     while segment < num_segments:
         segment += 1
         store_i64(unique_offsets + 8 * segment, found)
