@@ -347,8 +347,23 @@ def stream_line(typing: Any, to: Any, source: Any) -> Any:
 
 
 @_intrinsic
+def stream_row(typing: Any, address: Any, value: Any) -> Any:
+    """Writes a row past the caches, to a multiple of 64, as `stream_line` does; its bytes are a multiple of 64, too."""
+    if not isinstance(value, RowType):
+        return None
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        stored = b.store(args[1], b.inttoptr(args[0], args[1].type.as_pointer()))
+        stored.align = _CACHE_LINE
+        stored.set_metadata("nontemporal", b.module.add_metadata([_I32(1)]))
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, value), codegen
+
+
+@_intrinsic
 def stream_end(typing: Any) -> Any:
-    """What `stream_line` wrote is seen by whatever sees what comes after."""
+    """What `stream_line` and `stream_row` wrote is seen by whatever sees what comes after."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         b.fence("seq_cst")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from rowmesh.ops import pool as ops
 from rowmesh.ops.pool import reference
+from rowmesh.ops.pool.cpu import STREAMED_BYTES
 from rowmesh.ops.simd import COMPUTE_DTYPE, FLOAT32, STORAGE
 from tests.support.memory import Poisoned, Vast
 
@@ -200,6 +201,14 @@ def jobs(draw):
 @given(job=jobs())
 def test_any_bags(job):
     job.check()
+
+
+def test_many_sums_are_written_past_the_caches():
+    """Also where a row is no whole number of cache lines."""
+    for dim, num_rows in ((64, 34_000), (100, 23_000)):
+        job = Job(dim, torch.float32, [[2] * num_rows] * 2, is_fixed=True, num_rows=num_rows)
+        assert 4 * dim * len(job.rows) > STREAMED_BYTES
+        job.check()
 
 
 def test_cells_past_two_gigabytes():

@@ -38,6 +38,8 @@ from rowmesh.ops.simd import (
     store_i64,
     store_row,
     store_u32,
+    stream_end,
+    stream_row,
     zero_row,
 )
 
@@ -45,6 +47,7 @@ AHEAD = 16  # rows to prefetch ahead; 8 to 32 measure alike
 NEW_ROWS_AHEAD = 24  # the same, counted in rows that were not read before
 BAGS_AHEAD = 8  # vectors of bags whose lines are asked for before they are written
 SUMS_AHEAD = 16  # the same of sums of gradients
+STREAMED_BYTES = 8 << 20  # so many bytes of sums, which no cache keeps until the update, are written past the caches
 DESCRIPTOR = 8  # int64 values that describe a feature
 IDS_BEGIN, IDS_END, OFFSETS, BAG_SIZE, NUM_BAGS, FIRST_CELL, STRIDE, MEAN = range(0, 8 * DESCRIPTOR, 8)
 
@@ -164,6 +167,7 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
     ELEMENT = COMPUTE_BYTES[storage]
     OUT = FLOAT64 if storage == FLOAT64 else FLOAT32
     OUT_BYTES = dim * ELEMENT
+    IS_WHOLE_LINES = OUT_BYTES % 64 == 0
 
     @kernel
     def pool(features, num_features, addresses, num_unique, inverse, weights, out):
@@ -216,16 +220,24 @@ def kernels(dim: int, storage: int) -> SimpleNamespace:
 
         Segment by segment, so that the gradients of a feature stay in the cache while all owners' sums are made.
         """
-        last = load_u32(pointers + 4 * load_i64(segment_offsets + 8 * (world_size * (num_segments + 1) - 1))) - 1
+        count = load_i64(segment_offsets + 8 * (world_size * (num_segments + 1) - 1))
+        last = load_u32(pointers + 4 * count) - 1
+        is_streamed = IS_WHOLE_LINES and sink & 63 == 0 and OUT_BYTES * count >= STREAMED_BYTES
         for s in range(num_segments):
             for owner in range(world_size):
                 bounds = segment_offsets + 8 * (owner * (num_segments + 1) + s)
                 for p in range(load_i64(bounds), load_i64(bounds + 8)):
-                    prefetch_to_write(sink + OUT_BYTES * (p + SUMS_AHEAD), OUT_BYTES)
+                    if not is_streamed:
+                        prefetch_to_write(sink + OUT_BYTES * (p + SUMS_AHEAD), OUT_BYTES)
                     u = load_u32(uniques + 4 * p)
                     j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)
                     row = first_cell(grad, cells, weights, j, last, DIM, OUT, ELEMENT, OUT_BYTES)
                     row = add_cells(row, grad, cells, weights, j + 1, end, last, DIM, OUT, ELEMENT, OUT_BYTES)
-                    store_row(sink + OUT_BYTES * p, row, OUT)
+                    if is_streamed:
+                        stream_row(sink + OUT_BYTES * p, row)
+                    else:
+                        store_row(sink + OUT_BYTES * p, row, OUT)
+        if is_streamed:
+            stream_end()
 
     return SimpleNamespace(pool=pool, backward=backward)
