@@ -10,6 +10,7 @@ from rowmesh.errors import ConfigurationError
 from rowmesh.mesh.grid import Grid
 from rowmesh.mesh.synchronization import Synchronization
 from rowmesh.placement import Plan, TableShape
+from rowmesh.placement.pairs import LinkKinds
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies.problem import Problem, least_bytes
@@ -48,6 +49,18 @@ def test_all_numbers_and_arrangements_are_compared():
         )
         assert candidate.total_s == again.total_s
     assert comparison.chosen.total_s == min(candidate.total_s for candidate in comparison.candidates)
+
+
+@pytest.mark.parametrize("batch_size", [16, 2_048])
+def test_rows_take_one_hop_where_a_second_wait_costs_more_than_it_saves(batch_size):
+    topology = replace(Topology.grouped(4, 4, 8.0), latencies=LinkKinds(0.0, 1e4, 1e4))
+    asked = problem(topology, batch_size=batch_size)
+    one_hop = replace(asked, request=replace(asked.request, max_hops=1))
+    best, other = (compare_replicas(each, "cyclic", counts=[1]) for each in (asked, one_hop))
+    takes_two = any(part.two_hop for table in best.plan.tables for part in table.ranges)
+    assert best.chosen.total_s <= other.chosen.total_s
+    assert takes_two == (batch_size > 16)
+    assert best.parts[1].plan.tables == best.plan.tables
 
 
 def test_where_links_are_alike_there_is_one_arrangement():
