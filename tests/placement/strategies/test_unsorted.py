@@ -63,8 +63,8 @@ def test_shuffled_counts_cost_what_sorted_ones_do(strategy, mode, deduplicated, 
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def check_training(sizes, exponent, topology, fetch_weight, seed):
-    request = Request(batch_size=64, fetch_weight=fetch_weight)
+def check_training(sizes, exponent, topology, seed):
+    request = Request(batch_size=64)
     _, expected = cost("cyclic", power_law(sizes, exponent), topology, request)
     _, found = cost("cyclic", power_law(sizes, exponent, seed), topology, request)
     assert found <= 1.02 * expected
@@ -73,7 +73,6 @@ def check_training(sizes, exponent, topology, fetch_weight, seed):
 TRAINED = {
     "exponent": st.floats(0.7, 1.6),
     "topology": st.sampled_from([*TOPOLOGIES, Topology.grouped(8, 4, 4.21)]),
-    "fetch_weight": st.sampled_from([1.0, 4.0]),
     "seed": st.integers(0, 99),
 }
 
