@@ -119,7 +119,7 @@ def facts(problem: Problem, title: str) -> list[str]:
     topology, request = problem.topology, problem.request
     num_rows = sum(shape.num_rows for shape in problem.shapes)
     counted = f"counts of {problem.profile.num_samples:,} samples"
-    batches = " and of their batches" if problem.profile.batch_size else ""
+    batches = f" in batches of {size:,}" if (size := problem.profile.batch_size) else ""
     objective = "the slowest link" if request.minimizes_slowest_link else "the sum over links"
     links = f"{topology.num_nodes} × {topology.ranks_per_node} ({topology.name})"
     rounded = "; values and gradients travel as bfloat16" if request.wire_dtype == "bfloat16" else ""

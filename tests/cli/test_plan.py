@@ -108,7 +108,7 @@ def test_memory_is_kept(run, tmp_path):
 
 
 def test_batches_that_hold_a_row_are_counted(run):
-    assert "and of their batches" in run("--ranks", 2, "--count-batches", "--strategy", "cyclic")
+    assert "samples in batches of" in run("--ranks", 2, "--count-batches", "--strategy", "cyclic")
 
 
 def test_an_infeasible_request_says_what_would_fit(run, tmp_path):
