@@ -186,12 +186,18 @@ class DrivenEngine:
                 "part.look_up(weigh), where weigh is the module that makes them, or detach() them"
             )
 
-    def route_ahead(self, batch: SparseBatch) -> Route:
+    def route_ahead(self, batch: SparseBatch, items: Sequence[SparseBatch], *, is_short: bool) -> Route:
         """Finds the rows of a batch that `check_ahead` passed; communicates for dynamic tables alone.
 
         For errors see `Engine.make_route`.
+
+        Args:
+            batch: the samples of all items, one after the other.
+            items: about which dynamic tables decide one by one.
+            is_short: whether there are fewer than in other batches.
         """
-        route = self._engine.make_route(batch, is_ahead=True)
+        several = items if len(items) > 1 else ()
+        route = self._engine.make_route(batch, items=several, is_ahead=True, is_short=is_short)
         self._num_opened += 1
         return route
 
@@ -216,8 +222,7 @@ class DrivenEngine:
                 means.merge_ahead(self._num_opened)
             except RowmeshError:
                 assert self._resolver is not None
-                assert route.pin is not None
-                self._resolver.take_back(route.pin)
+                self._resolver.take_back(route.pins)
                 raise
         self._note_merges()
         bounds = list(accumulate(sizes, initial=0))
@@ -253,8 +258,9 @@ class DrivenEngine:
         Raises:
             RowmeshError: on all ranks alike, where a hook failed, or one does not go on.
         """
-        if self._resolver is not None and window.route.pin is not None:
-            self._resolver.tell(window.route.pin, refuses)
+        if self._resolver is not None:
+            for pin in window.route.pins:
+                self._resolver.tell(pin, refuses)
 
     def pool_part(
         self,
@@ -321,9 +327,9 @@ class DrivenEngine:
 
     def _guests(self, window: Window) -> dict[str, np.ndarray]:
         """The rows of each dynamic table whose gradients are dropped. Collective where there are some."""
-        if self._resolver is None or window.route.pin is None:
+        if self._resolver is None:
             return {}
-        mine = self._resolver.guests_of(window.route.pin.number)
+        mine = self._resolver.guests_of(window.route.pins)
         everyone = gather_objects(self._engine.rows_mesh, mine, "computing the norm of gradients")
         return {name: np.array(sorted({row for each in everyone for row in each[name]}), np.int64) for name in mine}
 
@@ -340,7 +346,7 @@ class DrivenEngine:
         try:
             for each, mine in collected:
                 each.apply(mine)
-            self._engine.finish_step([] if window.route.pin is None else [window.route.pin])
+            self._engine.finish_step(window.route.pins)
         except (NoRoomError, StoreError):  # of averaged replicas, as in `Engine.push`
             raise
         except BaseException as error:
@@ -351,8 +357,8 @@ class DrivenEngine:
         """Leaves the step of a window out, on all ranks: no row changes, and the next window comes."""
         for each in windows:
             each.skip(window)
-        if window.route.pin is not None:
-            window.route.pin.end()
+        for pin in window.route.pins:
+            pin.end()
 
     def _collect(
         self, windows: Sequence[Windows], window: Window, step: Step, *, forgets: bool

@@ -181,13 +181,13 @@ class Engine:
             route = self.make_route(batch, (next(self._look_ups), self.step_count))
             try:
                 self._fetch(route)
-                if route.pin is not None:
+                if route.pins:
                     self._tell(route)
                 reach("engine.fetched")
                 found = self._pool(route)
             except BaseException:  # it decides nothing then; also where other ranks do not know, see Resolver
-                if self.resolver is not None and route.pin is not None:
-                    self.resolver.take_back(route.pin)
+                if self.resolver is not None:
+                    self.resolver.take_back(route.pins)
                 raise
             del route  # where nothing trains, it gives its memory back here, where Ctrl-C waits
             return found
@@ -241,7 +241,7 @@ class Engine:
                 for each in self._all:
                     each.apply()
                 self.pending.remove(taken, self._num_pushes + 1)
-                self.finish_step([] if self.resolver is None else [each.pin for each in taken if each.pin is not None])
+                self.finish_step([] if self.resolver is None else [pin for each in taken for pin in each.pins])
             except (NoRoomError, StoreError):  # of averaged replicas, which then make nothing one, on all ranks alike
                 raise
             except BaseException as error:
@@ -346,13 +346,23 @@ class Engine:
         for pin in done:
             pin.end()
 
-    def make_route(self, batch: SparseBatch, moment: tuple[int, int] | None = None, *, is_ahead: bool = False) -> Route:
+    def make_route(
+        self,
+        batch: SparseBatch,
+        moment: tuple[int, int] | None = None,
+        *,
+        items: Sequence[SparseBatch] = (),
+        is_ahead: bool = False,
+        is_short: bool = False,
+    ) -> Route:
         """Finds the rows of a batch.
 
         Args:
             batch: to be looked up.
             moment: the number of its look-up and the steps before it, for messages.
+            items: whose samples it has, one after the other, where dynamic tables decide about each by itself.
             is_ahead: whether a pipeline routes it before its turn.
+            is_short: whether other batches have more items.
 
         Raises:
             RefusedError: there are dynamic tables, and another rank has no such batch, or cannot route it.
@@ -364,9 +374,12 @@ class Engine:
             if self.control.stand_in and torch.is_grad_enabled():
                 self.control.check("dynamic tables are looked up with gradients, which admits and evicts ids")
             again = self._is_computed_again(batch)
-            resolve = Resolving(self.resolver, time=batch.time, is_ahead=is_ahead, again=again)
+            times = [each.time for each in items] if items else [batch.time]
+            resolve = Resolving(self.resolver, times, is_ahead=is_ahead, again=again, is_short=is_short)
             try:
-                route = self.router(batch, self.exchanges, moment, resolve, is_ahead=is_ahead)
+                route = self.router(batch, self.exchanges, moment, resolve, items, is_ahead=is_ahead)
+                if is_short:
+                    resolve.end()
             except Exception as error:
                 resolve.refuse(error)
                 raise
@@ -384,11 +397,12 @@ class Engine:
         Raises:
             RowmeshError: on all ranks alike, where a hook failed; what was decided was taken back.
         """
-        if self.resolver is not None and route.pin is not None:
+        if self.resolver is not None:
             try:
-                self.resolver.tell(route.pin)
+                for pin in route.pins:
+                    self.resolver.tell(pin)
             except BaseException:
-                self.resolver.take_back(route.pin)
+                self.resolver.take_back(route.pins)
                 raise
 
     def _is_computed_again(self, batch: SparseBatch) -> bool:

@@ -73,7 +73,7 @@ class Pending:
     def drop_taken_back(self) -> None:
         """Forgets those of batches that another rank refused: their frames may be those of other ids now."""
         with self._lock:
-            for route in [each for each in self._routes if each.pin is not None and each.pin.is_taken_back]:
+            for route in [each for each in self._routes if any(pin.is_taken_back for pin in each.pins)]:
                 del self._routes[route]
 
     def clear(self) -> None:

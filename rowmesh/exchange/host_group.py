@@ -194,8 +194,9 @@ class HostGroupExchange(GroupExchange):
         """Routes what `find_unique` found, which is frames now."""
         num_ids = batch.ids.numel()
         if not found.asked.is_distinct:  # ids share a frame
+            frames = np.zeros(num_ids, np.int64)
             try:
-                frames = self._frames(found.asked.ids, layout, inverse, num_ids)
+                self.put_frames(found, layout, inverse, frames)
             finally:
                 self.drop(found)
             return self.route(batch.with_ids(torch.from_numpy(frames)), layout, inverse)
@@ -210,13 +211,17 @@ class HostGroupExchange(GroupExchange):
         self.look_ups.drop(found.look_up, found.unique)
 
     @staticmethod
-    def _frames(frames: np.ndarray, layout: GroupLayout, inverse: int, num_ids: int) -> np.ndarray:
-        """The frame of each id of the batch that is of the group."""
-        taken = np.zeros(num_ids, np.int64)
-        which = array_at(inverse, np.uint32, num_ids)
+    def put_frames(found: Found, layout: GroupLayout, inverse: int, ids: np.ndarray) -> None:
+        """Puts the frames of what `find_unique` found in the place of a batch's ids.
+
+        Args:
+            found: it, whose distinct ids are frames now.
+            layout, inverse: as for `find_unique`.
+            ids: int64 `[N]`; those of other groups stay as they are.
+        """
+        which = array_at(inverse, np.uint32, len(ids))
         for begin, end in layout.features[:, :2].tolist():
-            taken[begin:end] = frames[which[begin:end]]
-        return taken
+            ids[begin:end] = found.asked.ids[which[begin:end]]
 
     # Rows that must be brought into fast memory before they are read
 

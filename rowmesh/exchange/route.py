@@ -155,7 +155,7 @@ class Route:
     Args:
         batch: what is routed.
         give_back: is called when the route is gone, also half made.
-        pin: keeps the frames of dynamic tables that the batch was given, where that is known.
+        pins: keep the frames of dynamic tables that the batch was given, where they are known.
         offsets: gives memory for offsets of its own, see `SparseBatch.routed`.
 
     Attributes:
@@ -164,7 +164,8 @@ class Route:
         number: of the fetch, the same on all ranks.
         has_gradients: whether its backward has run.
         late: of a route on a device.
-        pin: keeps the frames of dynamic tables that the batch was given.
+        pins: keep the frames of dynamic tables that the batch was given: one, or one of each item that was resolved by
+            itself, in their order.
     """
 
     def __init__(
@@ -172,10 +173,10 @@ class Route:
         batch: SparseBatch,
         give_back: Callable[[], None] | None = None,
         *,
-        pin: BatchPin | None = None,
+        pins: Sequence[BatchPin] = (),
         offsets: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self.groups, self.pin, self._give_back = list[AnyRouteGroup](), pin, give_back
+        self.groups, self.pins, self._give_back = list[AnyRouteGroup](), [*pins], give_back
         self.number, self.has_gradients = 0, False
         self.late: LateIdCheck | None = None
         self.batch = batch if offsets is None else batch.routed(offsets)  # last: it may raise, and `__del__` comes
@@ -186,7 +187,7 @@ class Route:
 
     def take_pin(self, pin: BatchPin) -> None:
         """Takes what keeps the frames of dynamic tables, until the route is gone."""
-        self.pin = pin
+        self.pins.append(pin)
 
     def check_later(self, late: LateIdCheck) -> None:
         """Takes what checks its ids, which a device looks at."""
@@ -205,8 +206,8 @@ class Route:
             self._give_back()
         for group in self.groups:
             group.release()
-        if self.pin is not None:
-            self.pin.drop()
+        for pin in self.pins:
+            pin.drop()
 
 
 class ShardGroupRoute:

@@ -32,6 +32,7 @@ from rowmesh.ops.pool.handles import Bags
 from rowmesh.ops.pool.layout import GroupLayout
 from rowmesh.ops.streams import Mark
 from rowmesh.sparse import SparseBatch
+from rowmesh.sparse.split import joined_ids
 from rowmesh.tables import TableGroup
 
 _MOST_SHAPES = 64  # of batches that a device remembers
@@ -59,6 +60,7 @@ class Router(Generic[X]):
         exchanges: Sequence[X],
         moment: Moment | None = None,
         resolve: Resolve | None = None,
+        items: Sequence[SparseBatch] = (),
         *,
         is_ahead: bool = False,
     ) -> Route:
@@ -69,6 +71,8 @@ class Router(Generic[X]):
             exchanges: of all groups.
             moment: which look-up this is, and after how many steps; None where others name it.
             resolve: of dynamic tables, where there are some; it is collective.
+            items: whose samples the batch has, one after the other, where each is resolved by itself. An id may have
+                another frame in each.
             is_ahead: whether a pipeline looks the batch up, for which rows travel.
 
         Raises:
@@ -148,6 +152,7 @@ class HostRouter(Router[HostGroupExchange]):
         exchanges: Sequence[HostGroupExchange],
         moment: Moment | None = None,
         resolve: Resolve | None = None,
+        items: Sequence[SparseBatch] = (),
         *,
         is_ahead: bool = False,
     ) -> Route:
@@ -181,7 +186,13 @@ class HostRouter(Router[HostGroupExchange]):
         if refused:
             raise refusal(self._rank, refused, moment)
         if resolve is not None:
-            self._resolve(route, [pairs[place] for place in dynamic], inverse, resolve)
+            if items:
+                batch = batch.with_ids(self._frames(route, items, exchanges, inverse, resolve))
+                for place in dynamic:
+                    exchange, layout = pairs[place]
+                    route.groups.append(exchange.route(batch, layout, inverse))
+            else:
+                self._resolve(route, [pairs[place] for place in dynamic], inverse, resolve)
             order = sorted(range(len(pairs)), key=dynamic.__contains__)  # in which groups are now
             route.take(route.groups[order.index(place)] for place in range(len(pairs)))
         return route
@@ -203,6 +214,33 @@ class HostRouter(Router[HostGroupExchange]):
             for exchange, _, found in waiting:
                 exchange.drop(found)
             raise
+
+    def _frames(
+        self,
+        route: Route,
+        items: Sequence[SparseBatch],
+        exchanges: Sequence[HostGroupExchange],
+        inverse: int,
+        resolve: Resolve,
+    ) -> Tensor:
+        """The ids of items, in the order of the route's batch, with frames in the place of those of dynamic tables."""
+        parts: list[Tensor] = []
+        for item in items:
+            item = item.routed(lambda count: torch.empty(count, dtype=torch.int64, device="cpu"))
+            layouts, ids = self._layouts(item), item.ids.clone()
+            waiting: list[tuple[HostGroupExchange, GroupLayout, Found]] = []
+            try:
+                for exchange, layout in zip(exchanges, layouts, strict=True):
+                    if exchange.is_dynamic:
+                        waiting.append((exchange, layout, exchange.find_unique(item, layout, inverse)))
+                route.take_pin(resolve([found.asked for _, _, found in waiting]))
+                for exchange, layout, found in waiting:
+                    exchange.put_frames(found, layout, inverse, ids.numpy())
+            finally:
+                for exchange, _, found in waiting:
+                    exchange.drop(found)
+            parts.append(ids)
+        return joined_ids(items, parts)
 
 
 class _Shape(NamedTuple):
@@ -257,25 +295,28 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         exchanges: Sequence[DeviceGroupExchange],
         moment: Moment | None = None,
         resolve: Resolve | None = None,
+        items: Sequence[SparseBatch] = (),
         *,
         is_ahead: bool = False,
     ) -> Route:
         """See `Router.__call__`."""
         if batch.scores is not None and not self._takes_scores:
             raise _scores_without_use()
-        if batch.features != self._features:
-            self._layouts.check(batch)
-        batch = batch.routed(self._ids.offsets_room)
-        batch = batch if batch.features == self._features else batch.select(self._features)
-        shape, framed = self._shape_of(batch), None
+        batch = self._in_order(batch)
+        shape, framed = self._shape_of(batch), list[Framed]()
         if resolve is not None:
             self._check_ids(batch, exchanges, shape, moment)
-            framed = self._put_frames(batch, exchanges, shape, resolve)
-            batch = batch.with_ids(framed.ids)
-        pin = None if framed is None else framed.pin
-        route = Route(batch, pin=pin)  # first: it tells exchanges when it is gone, even half made
+            items = [self._in_order(item) for item in items]
+            if items:
+                framed = [self._put_frames(item, exchanges, self._shape_of(item), resolve) for item in items]
+            else:
+                framed = [self._put_frames(batch, exchanges, shape, resolve)]
+                batch = batch.with_ids(framed[0].ids)
+        # First: it tells exchanges when it is gone, even half made.
+        route = Route(batch, pins=[each.pin for each in framed])
         weights = None if batch.weights is None else self._upload_weights(batch.weights)
-        ids = batch.ids if framed is None else framed.upload(self._ids.upload)
+        uploaded = [each.upload(self._ids.upload) for each in framed]
+        ids = joined_ids(items, uploaded) if items else uploaded[0] if uploaded else batch.ids
         rows, outside = self._ids.bound(ids, shape.offsets)
         route.check_later(LateIdCheck(outside, self._ids.refuses, route, moment))
         first = 0
@@ -287,6 +328,14 @@ class DeviceRouter(Router[DeviceGroupExchange]):
         for exchange, group in zip(exchanges, route.groups, strict=True):
             exchange.start_prefetch(group, batch)  # when all is launched: the host may take its time
         return route
+
+    def _in_order(self, batch: SparseBatch) -> SparseBatch:
+        """The batch as it is now, its features in the order of the tables."""
+        batch = batch.routed(self._ids.offsets_room)
+        if batch.features == self._features:
+            return batch
+        self._layouts.check(batch)
+        return batch.select(self._features)
 
     def _check_ids(
         self, batch: SparseBatch, exchanges: Sequence[DeviceGroupExchange], shape: _Shape, moment: Moment | None

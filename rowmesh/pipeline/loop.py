@@ -216,9 +216,9 @@ class Loop(Generic[T]):
     def _note_given(self, batch: BatchInFlight[T]) -> None:
         assert batch.window
         self._current = batch
-        if (pin := batch.window.route.pin) is not None:
+        if pins := batch.window.route.pins:
             self._opened = {number: self._opened[number] for number in self._opened if number == batch.number - 1}
-            self._opened[batch.number] = pin.step
+            self._opened[batch.number] = pins[-1].step
 
     def _request(self, runner: Runner, batch: BatchInFlight[T]) -> None:
         """Has the update of a batch begin, whose learning rates are there; once more where Ctrl-C came between."""

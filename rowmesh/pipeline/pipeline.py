@@ -66,7 +66,7 @@ class Pipeline(Generic[T]):
         depth: K, batches ahead; 0 begins a batch when the one before is done.
         micro_batches: N, of an item; with `accumulate` items 1 to 31 in a window.
         accumulate: A, items whose gradients one step takes: a window has A items, the last perhaps fewer, and their
-            micro-batches in turn. Not with dynamic tables.
+            micro-batches in turn.
         exchange: how the rows of a window travel: "delta" (each once), "naive" (with every micro-batch that has it, as
             in the paper) or "unsplit" (all with the first, gradients with the last).
         final_rows: whether rows that the batch before does not touch come during it; for delta, and a depth of 1 or
@@ -132,11 +132,6 @@ class Pipeline(Generic[T]):
         disturb: Callable[[Task], None] | None = None,
     ) -> None:
         _check(depth, micro_batches, accumulate, exchange)
-        if accumulate > 1 and embeddings.driven.is_decided_ahead:
-            raise ConfigurationError(
-                "dynamic tables decide about the ids of each item by itself, and a window that accumulates several "
-                "decides once; leave accumulate out and take larger batches, or accumulate in a plain loop"
-            )
         if embeddings.driven.may_lack_undo and depth > (most := 1 if overlap else 0):
             logger.info(
                 "pipeline: depth %d instead of %d: batches of dynamic tables with an index on a device, or with "

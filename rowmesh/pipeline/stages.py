@@ -122,8 +122,8 @@ class Stages(Generic[T]):
     def drop(self) -> None:
         """Takes back what was decided of batches that had no step; forgets them all, and the loader."""
         for batch in self._in_flight.values():
-            if batch.window is not None and batch.window.route.pin is not None:
-                batch.window.route.pin.drop()
+            for pin in () if batch.window is None else batch.window.route.pins:
+                pin.drop()
         self._in_flight.clear()
         self._reader = iter(())
 
@@ -171,17 +171,18 @@ class Stages(Generic[T]):
         if batch is None:
             self._pass_over(number, self._ends.error(number))
             return
-        sparse, sizes = self._cut(batch)
+        items, sizes = self._cut(batch)
+        sparse = concatenated(items)
         engine.check_ahead(sparse)
         self._num_decided_ahead = number + 1
-        route = engine.route_ahead(sparse)
+        route = engine.route_ahead(sparse, items, is_short=len(items) < self._accumulate)
         batch.take_route()
         self._num_averaged_ahead = number + 1
         window = engine.make_window(route, sizes)
         window.begin(self._first + number)
         batch.take_window(window)
 
-    def _cut(self, batch: BatchInFlight[T]) -> tuple[SparseBatch, list[int]]:
+    def _cut(self, batch: BatchInFlight[T]) -> tuple[list[SparseBatch], list[int]]:
         """The ids of a window's items, and the samples of each micro-batch; those of items that lack have none."""
         found: list[SparseBatch] = []
         sizes: list[int] = []
@@ -196,7 +197,7 @@ class Stages(Generic[T]):
             found.append(sparse)
             sizes += of_item
         sizes += [0] * (len(sizes) // len(found) * (self._accumulate - len(found)))
-        return concatenated(found), sizes
+        return found, sizes
 
     def _pass_over(self, number: int, error: Exception | None) -> None:
         """Says, where ranks decide together about a batch that is routed, that this rank has none."""

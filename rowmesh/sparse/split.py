@@ -8,6 +8,7 @@ bags are equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -89,11 +90,7 @@ def concatenated(batches: Sequence[SparseBatch]) -> SparseBatch:
                 f"batches that are concatenated have the same features, and scores all or none; got "
                 f"{list(first.features)} and {list(each.features)}"
             )
-    ranges = [[slice(*each.feature_range(place)) for each in batches] for place in range(first.num_features)]
-
-    def joined(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([parts[0][:0], *(part[where] for of in ranges for part, where in zip(parts, of, strict=True))])
-
+    joined = partial(joined_ids, batches)
     weights = None
     if given := [each.weights for each in batches if each.weights is not None]:
         ones = [torch.ones(len(each.ids), dtype=given[0].dtype, device="cpu") for each in batches]
@@ -112,6 +109,18 @@ def concatenated(batches: Sequence[SparseBatch]) -> SparseBatch:
         time=max(times, default=None),
         scores=None if first.scores is None else joined([each.scores for each in batches if each.scores is not None]),
     )
+
+
+def joined_ids(batches: Sequence[SparseBatch], values: Sequence[Tensor]) -> Tensor:
+    """What ids of several batches of the same features have, in the order of `concatenated`.
+
+    Args:
+        batches: one or more.
+        values: of each `[N]`, on any device.
+    """
+    places = range(batches[0].num_features)
+    parts = [each[slice(*batch.feature_range(p))] for p in places for batch, each in zip(batches, values, strict=True)]
+    return torch.cat([values[0][:0], *parts])
 
 
 def micro_batches(batch: SparseBatch, sizes: Sequence[int], order: Tensor | None = None) -> list[SparseBatch]:

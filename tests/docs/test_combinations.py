@@ -43,6 +43,7 @@ TRIED = {
     "pipeline, averaged replicas": replace(BASE, replicas=2, synchronization=AVERAGE, pipeline=PIPELINE),
     "pipeline, rows copied to all ranks": replace(BASE, plan=COPIED, pipeline=PIPELINE),
     "pipeline, clipping by the norm": replace(BASE, max_norm=0.1, pipeline=PIPELINE),
+    "pipeline, gradients of two batches": replace(BASE, accumulate=2, pipeline=PIPELINE),
 }
 
 

@@ -76,36 +76,37 @@ def test_what_travels_whole_is_clipped_as_in_the_plain_loop_to_the_bit(ranks):
 KNOWN = 7_000_000_005
 
 
-def clip_beside_guests(mesh, transport, pipelined):
+def clip_beside_guests(mesh, transport, accumulate, pipelined):
     """Every batch has an id that is known by now, and one that is new; returns norms, and the row of the known one."""
     rules = Dynamic(capacity=8, admit_after=3 * mesh.world_size)
     how = {"storage": "dynamic", "dynamic": rules, "initializer": Uniform(bound=0.1)}
     tables = [TableSpec(name=name, dim=1, optimizer=SGD(lr=0.1), dtype=torch.float64, **how) for name in "ab"]
     embeddings = EmbeddingCollection(tables, mesh=mesh, transport=transport)
     optimizer, norms = EmbeddingOptimizer(embeddings), []
-    sparse = [SparseBatch.from_bags({"a": [[1], []], "b": [[KNOWN], [number]]}) for number in range(7)]
+    sparse = [SparseBatch.from_bags({"a": [[1], []], "b": [[KNOWN], [number]]}) for number in range(7 * accumulate)]
     items = [Batch(torch.zeros(2, 0), each, torch.zeros(2)) for each in sparse]
     if pipelined:
-        with Pipeline(embeddings, depth=2, micro_batches=2) as pipeline:
+        with Pipeline(embeddings, depth=2, micro_batches=2, accumulate=accumulate) as pipeline:
             for window in pipeline.windows(items):
                 for part in window:
                     (part.embeddings.values + 1.0).square().sum().backward()
                 norms.append(float(optimizer.clip_grad_norm_(0.5)))
                 optimizer.step()
     else:
-        for each in sparse:
+        for number, each in enumerate(sparse, 1):
             (embeddings(each).values + 1.0).square().sum().backward()
-            norms.append(float(optimizer.clip_grad_norm_(0.5)))
-            optimizer.step()
+            if number % accumulate == 0:
+                norms.append(float(optimizer.clip_grad_norm_(0.5)))
+                optimizer.step()
     known = embeddings.known_rows("b")
     found = known.values[known.ids == KNOWN].clone()
     embeddings.close()
     return norms, found
 
 
-@pytest.mark.parametrize("transport", ["collective", "one_sided"])
-def test_gradients_of_guests_do_not_count(ranks, transport):
-    mine, plain = (ranks.run(clip_beside_guests, transport, each, world_size=2) for each in (True, False))
+@pytest.mark.parametrize("transport, accumulate", [("collective", 1), ("one_sided", 1), ("collective", 3)])
+def test_gradients_of_guests_do_not_count(ranks, transport, accumulate):
+    mine, plain = (ranks.run(clip_beside_guests, transport, accumulate, each, world_size=2) for each in (True, False))
     for (norms, rows), (others, expected) in zip(mine, plain, strict=True):
         assert norms == pytest.approx(others, rel=1e-12)
         assert 0.0 < norms[-1] < norms[4]

@@ -13,7 +13,6 @@ from rowmesh.data import Batch
 from rowmesh.errors import ConfigurationError, DataError, RowmeshError
 from rowmesh.pipeline import Pipeline
 from rowmesh.sparse import SparseBatch
-from rowmesh.tables import Dynamic, Uniform
 from rowmesh.tables.update_rules import SGD, Adam
 from tests.collection.test_equivalence import assert_close, assert_same_bits, on_ranks
 from tests.support.jobs import pipelined_jobs, placed
@@ -462,9 +461,3 @@ def test_the_last_window_may_have_fewer_items():
 def test_how_many_items_a_window_has(accumulate):
     with pytest.raises(ConfigurationError, match="accumulate must be"):
         pipeline_of_one(micro_batches=2, accumulate=accumulate)
-
-
-def test_dynamic_tables_decide_item_by_item():
-    spec = TableSpec(name="item", dim=4, storage="dynamic", dynamic=Dynamic(capacity=9), initializer=Uniform(bound=0.1))
-    with pytest.raises(ConfigurationError, match="dynamic tables decide about the ids of each item by itself"):
-        Pipeline(EmbeddingCollection([spec]), accumulate=2)

@@ -69,30 +69,46 @@ _FIND, _OPEN, _AGAIN, _NONE, _REFUSED = range(5)  # kinds of requests
 
 
 class Resolving:
-    """The call of a resolver for one batch, which is refused on all ranks where this one cannot route it.
+    """The calls of a resolver for one batch, or for its items in turn; all are refused where a rank cannot route it.
 
     Args:
         resolver: of all dynamic tables.
-        time, is_ahead, again: as for `Resolver.__call__`.
+        times: of the batch, or of each item, as for `Resolver.__call__`.
+        is_ahead, again: as for `Resolver.__call__`.
+        is_short: whether other batches have more items, so that ranks have to agree that this one has no more.
     """
 
-    def __init__(self, resolver: Resolver, *, time: int | None, is_ahead: bool, again: bool) -> None:
+    def __init__(
+        self, resolver: Resolver, times: Sequence[int | None], *, is_ahead: bool, again: bool, is_short: bool = False
+    ) -> None:
         self._resolver, self._options = resolver, {"is_ahead": is_ahead, "again": again}
-        self._time, self._is_called = time, False
-        self._pin: BatchPin | None = None
+        self._times, self._is_short = times, is_short
+        self._num_begun, self._pins = 0, list[BatchPin]()
 
     def __call__(self, asked: Sequence[Asked], on_device: DeviceAsked | None = None) -> BatchPin:
         """Puts frames in the place of ids; see `Resolver.__call__`."""
-        self._is_called = True
-        self._pin = self._resolver(asked, on_device, time=self._time, **self._options)
-        return self._pin
+        self._num_begun += 1
+        pin = self._resolver(asked, on_device, time=self._times[len(self._pins)], **self._options)
+        self._pins.append(pin)
+        return pin
+
+    def end(self) -> None:
+        """There are fewer items than in other batches, and all are resolved. Collective.
+
+        Raises:
+            RefusedError: another rank has more; names it.
+        """
+        self._num_begun += 1
+        self._resolver.pass_over()
 
     def refuse(self, error: Exception) -> None:
-        """The batch cannot be routed: tells the other ranks, or takes back what they have decided together."""
-        if not self._is_called:
+        """The batch cannot be routed: tells ranks that wait for this one, and takes back what was decided together."""
+        has_failed_alone = self._num_begun == len(self._pins)
+        if has_failed_alone and self._num_begun < len(self._times) + self._is_short:
             self._resolver.refuse(error)
-        elif self._pin is not None:
-            self._resolver.take_back(self._pin)
+        self._resolver.take_back(self._pins)
+        for pin in self._pins:
+            pin.end()
 
 
 class Resolver:
@@ -341,10 +357,14 @@ class Resolver:
         """As `go_back`, but for batches that cannot be taken back, which stand on all ranks alike."""
         self.go_back(next(each for each in range(step, max(step, self.step) + 1) if self.can_go_back(each)))
 
-    def take_back(self, pin: BatchPin) -> None:
-        """A batch is refused after all: it opened no step, where none was opened since and undo is not missing."""
+    def take_back(self, pins: Sequence[BatchPin]) -> None:
+        """Batches that follow each other are refused after all.
+
+        They opened no step, where none was opened since and undo is not missing.
+        """
         with self._lock:
-            self._take_back(pin)
+            for pin in reversed(pins):
+                self._take_back(pin)
 
     def _take_back(self, pin: BatchPin) -> None:
         if pin.step == self.step > 0 and not pin.is_taken_back and self.can_go_back(pin.step - 1):
@@ -422,14 +442,10 @@ class Resolver:
             for name in self.tables
         }
 
-    def guests_of(self, number: int) -> dict[str, list[int]]:
-        """Rows of each table that this rank's shards gave guests of a batch; local, in any thread.
-
-        Args:
-            number: of the batch.
-        """
-        owned = {name: table.owned for name, table in self.tables.items()}
-        return {name: [] if each is None else each.guests_of(number).tolist() for name, each in owned.items()}
+    def guests_of(self, pins: Sequence[BatchPin]) -> dict[str, list[int]]:
+        """Rows of each table that this rank's shards gave guests of some batches; local, in any thread."""
+        numbers, owned = [pin.number for pin in pins], {name: table.owned for name, table in self.tables.items()}
+        return {name: [] if each is None else each.guests_of(numbers).tolist() for name, each in owned.items()}
 
     def register_hook(self, table: str, hook: DecisionHook) -> RemovableHandle:
         """Tells a hook what this rank decides of a table from the next batch on, see `tell`; local.

@@ -276,9 +276,9 @@ class OwnedTable:
         frames = [change.guests for change in self._changes]
         return np.concatenate([NONE, *frames]) + self._piece.rows.start
 
-    def guests_of(self, number: int) -> np.ndarray:
-        """Those of a batch that has not ended, in the thread of its update."""
-        frames = [change.guests for change in [*self._changes] if change.number == number]
+    def guests_of(self, numbers: Container[int]) -> np.ndarray:
+        """Those of batches that have not ended, in the thread of their update."""
+        frames = [change.guests for change in [*self._changes] if change.number in numbers]
         return np.concatenate([NONE, *frames]) + self._piece.rows.start
 
     def has_changed(self, ahead: Container[int]) -> bool:

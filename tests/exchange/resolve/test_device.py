@@ -16,6 +16,7 @@ from rowmesh.sparse import SparseBatch
 from rowmesh.tables import Dynamic
 from tests.exchange.resolve.test_averages import AVERAGED, assert_as_expected
 from tests.exchange.resolve.test_resolver import RULES, at_the_end
+from tests.pipeline.test_accumulated_dynamic import Job, compare
 from tests.support.dynamic import (
     IDS,
     Stream,
@@ -90,6 +91,12 @@ def test_known_ids_are_found_and_counted_on_the_device(monkeypatch):
     assert (after.last_step[known] == before.last_step[known] + 1).all()
     counters = embeddings.dynamic_counters["user"]
     assert counters.admitted == counters.hits == counters.found == known.sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_pipeline_that_accumulates_does_as_a_plain_loop(ranks, world_size):
+    job = Job(replace(STREAM, num_steps=5), accumulate=2, pipeline={"depth": 1, "micro_batches": 2})
+    compare(None if world_size == 1 else ranks, job, world_size)
 
 
 def test_where_the_index_is_is_said(caplog):
