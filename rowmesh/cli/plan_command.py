@@ -168,7 +168,8 @@ class Outputs:
             printer.write(comparison.why, *explain(comparison, self.explain))
         else:
             printer.print(comparison, title)
-        comparison.plan.check(comparison.problem.limit_bytes)
+        problem = comparison.problem
+        problem.limited(comparison.plan).check(problem.limit_bytes)
         printer.write(*(f"wrote {path}" for path in written))
 
     def write_replicas(self, comparison: ReplicaComparison, title: str, printer: Printer) -> None:

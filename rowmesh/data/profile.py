@@ -42,10 +42,7 @@ def profile_prepared(
         DataError: not a prepared folder, or it has no such feature.
     """
     prepared = Prepared.open(data) if isinstance(data, str | Path) else data
-    tables = [
-        TableProfile.of_counts(shape, prepared.counts(shape.name), unordered=prepared.unordered_rows(shape.name))
-        for shape in shapes
-    ]
+    tables = [_profile_table(prepared, shape) for shape in shapes]
     num_samples = prepared.splits["train"].samples
     if batch_size is None:
         return Profile(tuple(tables), num_samples)
@@ -63,3 +60,10 @@ def profile_prepared(
     scale = max(num_samples / batch_size, 1.0) / loader.num_batches
     counted = tuple(replace(t, batches=counters[t.name].pairs / t.lengths * scale) for t in tables)
     return Profile(counted, num_samples, batch_size)
+
+
+def _profile_table(prepared: Prepared, shape: TableShape) -> TableProfile:
+    """The counts of a table, and which bags its features have."""
+    readers = [table for table in prepared.tables if prepared.schema.table_of(table.name) == shape.name]
+    table = TableProfile.of_counts(shape, prepared.counts(shape.name), unordered=prepared.unordered_rows(shape.name))
+    return replace(table, num_features=len(readers), num_jagged=sum(each.multi_hot for each in readers))

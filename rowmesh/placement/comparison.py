@@ -9,6 +9,7 @@ from rowmesh.placement.plan import Plan
 from rowmesh.placement.strategies import QUICK, search
 from rowmesh.placement.strategies.auto import EQUAL, NOISE, Candidate, attempt, attempts, choose
 from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.strategies.sums import with_chosen_sums, without_choice
 from rowmesh.placement.summary import copied_share
 from rowmesh.placement.text import bytes_text, seconds_text
 
@@ -106,14 +107,15 @@ def compare(problem: Problem, strategy: str = "auto") -> Comparison:
         >>> compare(problem, "cyclic").why.split(":")[0]
         'cyclic'
     """
+    alike = without_choice(problem)  # the others are shown as plans of rows
     if strategy == "auto":
-        found = attempts(problem)
-        plan = choose(problem, found)
-        best = replace(next(each for each in found if each.name == plan.strategy), plan=plan)
+        found = attempts(alike)
+        plan = with_chosen_sums(problem, choose(alike, found))
     else:
         plan = search(strategy, problem.profile, problem.topology, problem.request)
-        best = Candidate.of(problem, plan)
-        found = [attempt(problem, name) for name in QUICK if name != strategy]
+        found = [attempt(alike, name) for name in QUICK if name != strategy]
+    same = (each for each in found if each.name == plan.strategy and each.plan and each.plan.tables == plan.tables)
+    best = next((replace(each, plan=plan) for each in same), None) or Candidate.of(problem, plan)
     candidates = (best, *(other for other in found if other.name != best.name))
     comparison = Comparison(problem, strategy, candidates, plan)
     share = copied_share(plan, problem.profile)

@@ -11,6 +11,10 @@ a node together with rate n and all ranks with rate U (`rowmesh.placement.demand
     replicated   nothing is fetched. In training u gradients with their slots go to the owner (through leaders where the
                  range takes two hops: u, then n), and U sums with their slots go to all others, the same way back.
 
+A table that sends sums (`TablePlan.send`) has one owner, which gets the bags of a rank: 4 bytes an id, 4 a bag where
+bags differ in length, and the weights of ids. The owner pools them, so that it looks up every id, and sends a vector a
+bag. In training a gradient a bag follows. Neither is rounded.
+
 Where messages are rounded to bfloat16, values and gradients on their way to an owner take half their bytes. The sums
 that an owner returns are not rounded, so that copies stay equal to it, nor is what a rank looks up.
 
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
     from rowmesh.placement.topology import Topology
 
 SLOT_BYTES = 4
+MESSAGE_BYTES = 8  # that a message of bags begins with
+INDEX_BYTES = 12  # of an id that an owner looks up: the id as it is routed, and its place among distinct ones
 
 # How the rows of a range travel; `two_hop` says nothing of `node`.
 ONE_HOP, TWO_HOP, NODE, REPLICATED, REPLICATED_TWO_HOP = range(5)
@@ -55,6 +61,8 @@ class Cost:
         fetched: bytes of requests and values between ranks; the diagonal is 0.
         pushed: bytes of gradients and of what keeps copies equal; the diagonal is 0.
         rounds: messages that wait for each other in a step.
+        owner_bytes: [W], about what an owner of tables that send sums needs for the bags, vectors and gradients of all
+            ranks.
     """
 
     memory_bytes: np.ndarray
@@ -63,6 +71,7 @@ class Cost:
     fetched: Pairs
     pushed: Pairs
     rounds: int
+    owner_bytes: np.ndarray
 
     @property
     def lookup_rows(self) -> np.ndarray:
@@ -105,6 +114,11 @@ class Cost:
         return Links.of(self.pushed).total
 
     @property
+    def busiest_bytes(self) -> float:
+        """The bytes that the busiest rank sends or receives, whichever is more."""
+        return float(np.maximum(self.links.sent, self.links.received).max())
+
+    @property
     def total_bytes(self) -> float:
         """The bytes between all ranks."""
         return self.links.total
@@ -127,15 +141,17 @@ class Cost:
         seconds = self.seconds(topology, request.fetch_weight)
         return seconds.most if request.minimizes_slowest_link else seconds.total
 
-    def step_seconds(self, topology: Topology) -> float:
-        """How long the exchange of a step takes at least: the busiest rank's links one by one, its look-ups, and waits.
+    def busy_seconds(self, topology: Topology, fetch_weight: float = 1.0) -> np.ndarray:
+        """[W], how long each rank is busy: its links one by one, and its look-ups.
 
         A rank sends and receives at once, so the greater of both counts.
         """
-        links = self.seconds(topology)
-        lookups = Links.of(self.looked_up_bytes).sent * topology.own_cost
-        busiest = (np.maximum(links.sent, links.received) + lookups).max()
-        return float(busiest + self.rounds * topology.longest_latency_s)
+        links = self.seconds(topology, fetch_weight)
+        return np.maximum(links.sent, links.received) + Links.of(self.looked_up_bytes).sent * topology.own_cost
+
+    def step_seconds(self, topology: Topology) -> float:
+        """How long the exchange of a step takes at least: the busiest rank, and waits."""
+        return float(self.busy_seconds(topology).max() + self.rounds * topology.longest_latency_s)
 
     @property
     def memory_balance(self) -> float:
@@ -183,7 +199,9 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     W, G = plan.world_size, plan.ranks_per_node
     owners = Owners.of(plan, demand)
     spread = Spread(W, G)
-    u, n, U = demand.rank, demand.node, demand.world
+    sums = _Sums.of(plan, demand)
+    travels = ~sums.is_summed[demand.table]
+    u, n, U = travels * demand.rank, travels * demand.node, demand.world
     read, summed = demand.value_bytes[demand.table], demand.gradient_bytes[demand.table]
     value, gradient = demand.sent_value_bytes[demand.table], demand.sent_gradient_bytes[demand.table]
     rows, asked = owners.sum(u), owners.sum(n)
@@ -192,19 +210,80 @@ def cost_under(plan: Plan, demand: Demand, *, training: bool) -> Cost:
     fetch = spread.direct(values[ONE_HOP]) + spread.direct(rows[ONE_HOP]).times(SLOT_BYTES).reversed
     fetch += spread.within(values[TWO_HOP] + values[NODE]) + spread.across(values_asked[TWO_HOP])
     fetch += (spread.within(rows[TWO_HOP] + rows[NODE]) + spread.across(asked[TWO_HOP])).times(SLOT_BYTES).reversed
-    gradients = spread.direct(np.zeros(W))
+    fetched_sums, pushed_sums = sums_between(spread, sums.bags_bytes, sums.vectors_bytes, training=training)
+    fetch, gradients = fetch + fetched_sums, pushed_sums
     if training:
-        gradients = _gradients(owners, spread, u * gradient, n * gradient)
+        gradients += _gradients(owners, spread, u * gradient, n * gradient)
         copied = gradient + SLOT_BYTES
         gradients += _copies(owners, spread, u * copied, n * copied, U * (summed + SLOT_BYTES))
     return Cost(
         np.array(plan.memory_bytes),
-        _lookups(spread, rows, asked),
-        _lookups(spread, owners.sum(u * read), owners.sum(n * read)),
+        _lookups(spread, rows, asked) + spread.direct(sums.ids),
+        _lookups(spread, owners.sum(u * read), owners.sum(n * read)) + spread.direct(sums.ids_bytes),
         fetch.without_own(),
         gradients.without_own(),
         _rounds(plan, training),
+        W * sums.held_bytes,
     )
+
+
+def sums_between(
+    spread: Spread, bags_bytes: np.ndarray, vectors_bytes: np.ndarray, *, training: bool
+) -> tuple[Pairs, Pairs]:
+    """What ranks fetch from owners that sum their bags, and push to them.
+
+    Args:
+        spread: of the ranks.
+        bags_bytes: [W], of the bags that a rank sends to each owner.
+        vectors_bytes: [W], of the vectors that it gets.
+        training: whether gradients of these follow.
+    """
+    vectors = spread.direct(vectors_bytes)
+    return vectors + spread.direct(bags_bytes).reversed, vectors.reversed.times(float(training))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """What one rank has from, and sends to, the owners of tables that send sums.
+
+    Attributes:
+        is_summed: [T], whether each table sends sums.
+        ids: [W], in its bags, by owner.
+        ids_bytes: [W], of the rows of these.
+        bags_bytes: [W], of its bags, as they travel.
+        vectors_bytes: [W], of the vectors of these, and of their gradients.
+        held_bytes: [W], that the owner holds for them.
+    """
+
+    is_summed: np.ndarray
+    ids: np.ndarray
+    ids_bytes: np.ndarray
+    bags_bytes: np.ndarray
+    vectors_bytes: np.ndarray
+    held_bytes: np.ndarray
+
+    @staticmethod
+    def of(plan: Plan, demand: Demand) -> _Sums:
+        is_summed = np.array([table.send == "sums" for table in plan.tables], bool)
+        whole = np.flatnonzero(is_summed)
+        owner = np.array([plan.tables[table].ranges[0].rank for table in whole], np.int64)
+
+        def by_owner(of_table: np.ndarray) -> np.ndarray:
+            return np.bincount(owner, of_table[whole], plan.world_size)
+
+        # Tables alike in vectors and states are taken as a group, which has a message of its own to each owner.
+        shapes = [plan.tables[table].shape for table in whole]
+        kinds = {(rank, s.value_bytes, s.gradient_bytes, s.state_bytes) for rank, s in zip(owner, shapes, strict=True)}
+        heads = np.bincount(np.array([kind[0] for kind in kinds], np.int64), minlength=plan.world_size)
+        bags, vectors = demand.bags_bytes, demand.bags * demand.gradient_bytes
+        return _Sums(
+            is_summed,
+            by_owner(demand.ids),
+            by_owner(demand.ids * demand.value_bytes),
+            by_owner(bags) + MESSAGE_BYTES * heads,
+            by_owner(vectors),
+            by_owner(bags + vectors + INDEX_BYTES * demand.ids),
+        )
 
 
 def _gradients(owners: Owners, spread: Spread, of_rank: np.ndarray, of_node: np.ndarray) -> Pairs:

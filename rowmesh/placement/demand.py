@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rowmesh.placement.profile import Profile
     from rowmesh.placement.request import Request
 
+WORD_BYTES = 4  # of an id, or of the length of a bag
+FEATURE_BYTES = 8  # of what is said of a feature's bags
+
 
 @dataclass(frozen=True, eq=False)
 class Demand:
@@ -38,6 +41,9 @@ class Demand:
         world_size: W.
         ranks_per_node: G.
         is_rounded: whether values and gradients travel as bfloat16; sums of copies do not.
+        ids: float64 [T], of one rank's bags of each table of the profile.
+        bags: float64 [T], one rank's bags.
+        bags_bytes: float64 [T], what these are in a message to an owner: ids, lengths and weights.
     """
 
     shapes: tuple[TableShape, ...]
@@ -49,7 +55,10 @@ class Demand:
     world: np.ndarray
     world_size: int
     ranks_per_node: int
-    is_rounded: bool = False
+    is_rounded: bool
+    ids: np.ndarray
+    bags: np.ndarray
+    bags_bytes: np.ndarray
 
     @staticmethod
     def of(profile: Profile, world_size: int, ranks_per_node: int, request: Request, *, share: float = 1.0) -> Demand:
@@ -72,6 +81,11 @@ class Demand:
         else:
             rank = np.concatenate([profile.access_rate(t) for t in tables]) * float(batch_size)
             node = rank * G
+        ids = float(batch_size) * np.array([profile.ids_per_sample(t) for t in tables])
+        features = np.array([table.num_features for table in profile.tables], np.float64)
+        bags = batch_size * features
+        jagged = batch_size * np.array([table.num_jagged for table in profile.tables], np.float64)
+        id_bytes = np.array([WORD_BYTES + table.weight_bytes for table in profile.tables])
         return Demand(
             tuple(table.shape for table in profile.tables),
             first_row,
@@ -83,6 +97,9 @@ class Demand:
             world_size,
             ranks_per_node,
             request.wire_dtype == "bfloat16",
+            ids,
+            bags,
+            id_bytes * ids + WORD_BYTES * jagged + FEATURE_BYTES * features,
         )
 
     @cached_property

@@ -12,7 +12,7 @@ Source: OPER §8.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -22,7 +22,7 @@ from rowmesh._support.worker import Worker
 from rowmesh.errors import ConfigurationError
 from rowmesh.placement.address_map import COPIES, REPLIES, AddressMap
 from rowmesh.placement.plan import Plan, RowRange
-from rowmesh.placement.profile import Profile
+from rowmesh.placement.profile import Profile, TableProfile
 from rowmesh.placement.request import Request
 from rowmesh.placement.sketch import AccessSketch
 from rowmesh.placement.strategies import search
@@ -145,6 +145,9 @@ def predict(plan: Plan, problem: Problem) -> Fit:
         >>> round(predict(plan, Problem(profile, Topology.uniform(2), Request(batch_size=1))).coverage, 3)
         0.6
     """
+    sends_rows = [table for table in plan.tables if table.send == "rows"]  # requests of others are not counted
+    plan = replace(plan, tables=tuple(sends_rows))
+    problem = problem.of_tables([table.name for table in sends_rows])
     covered = total = 0.0
     for table in problem.profile.tables:
         sums = np.concatenate([[0.0], np.cumsum(table.lengths * table.accesses)])
@@ -153,7 +156,7 @@ def predict(plan: Plan, problem: Problem) -> Fit:
             if _has_copies(plan, part):
                 start, stop = np.interp([part.start, part.stop], table.starts, sums)
                 covered += stop - start
-    return Fit(float(covered / total) if total else 0.0, problem.cost(plan).lookup_balance)
+    return Fit(float(covered / total) if total else 0.0, problem.cost(plan).lookup_balance if sends_rows else 1.0)
 
 
 def has_copies(plan: Plan) -> bool:
@@ -200,12 +203,20 @@ class Planner:
         topology: of the ranks.
         request: what plans are made for.
         capacity: rows of each table that are counted one by one.
+        made_of: what the plan was made of, which says what tables are to send and what bags they have; None: rows.
     """
 
     def __init__(
-        self, plan: Plan, strategy: str, topology: Topology, request: Request, capacity: int = CAPACITY
+        self,
+        plan: Plan,
+        strategy: str,
+        topology: Topology,
+        request: Request,
+        capacity: int = CAPACITY,
+        made_of: Profile | None = None,
     ) -> None:
         self.plan = plan
+        self._known = {} if made_of is None else {table.name: table for table in made_of.tables}
         self._strategy, self._topology, self._request = strategy, topology, request
         self._capacity = capacity
         self._thread: Worker | None = None
@@ -260,14 +271,31 @@ class Planner:
 
     def _propose(self, sketch: AccessSketch) -> None:
         try:
-            profile = sketch.profile()
+            profile = self._profile(sketch)
             self._made = search(self._strategy, profile, self._topology, self._request), profile
         except ConfigurationError as error:
             self._made = Proposal(None, f"no new plan can be made: {error}")
 
+    def _profile(self, sketch: AccessSketch) -> Profile:
+        """What a sketch counted, of tables and bags as they are known."""
+        profile = sketch.profile()
+        return replace(profile, tables=tuple(self._described(table) for table in profile.tables))
+
+    def _described(self, table: TableProfile) -> TableProfile:
+        known = self._known.get(table.name)
+        if known is None:
+            return table
+        return replace(
+            table,
+            shape=known.shape,
+            num_features=known.num_features,
+            num_jagged=known.num_jagged,
+            weight_bytes=known.weight_bytes,
+        )
+
     def _judged(self, plan: Plan, made_of: Profile) -> Proposal:
         """By what came since, if anything did."""
-        profile = self._sketch.profile() if self._num_samples else made_of
+        profile = self._profile(self._sketch) if self._num_samples else made_of
         problem = Problem(profile, self._topology, self._request)
         before, after = problem.cost(self.plan), problem.cost(plan)
         costs = [cost.objective(self._topology, self._request) for cost in (before, after)]

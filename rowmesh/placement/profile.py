@@ -10,6 +10,9 @@ Two numbers are kept of a row, because an exchange pays one or the other:
     batches    in how many batches it stood: what a deduplicating exchange moves; bursts of one row make it smaller
                than independent draws would
 
+Ids come in bags, one for each sample and feature. How many there are, and whether their lengths and weights travel with
+the ids, says what it takes to have an owner sum them.
+
 A step may read rows whatever its samples are: negatives that all ranks draw alike (`drawn`), or all rows of a table,
 of which each rank reads a part (`is_split`).
 
@@ -53,6 +56,9 @@ class TableProfile:
         drawn: float64 `[K]`, the chance that all ranks read a row of the run in a step, whatever samples they have.
             None where they read only what their samples hold.
         is_split: whether every step reads all rows too, each on one of the ranks.
+        num_features: features that read the table, each with a bag of every sample.
+        num_jagged: how many of these have bags that differ in length.
+        weight_bytes: of the weight of an id; 0 where ids have none.
 
     Raises:
         ConfigurationError: the arrays do not fit each other or the table.
@@ -64,6 +70,9 @@ class TableProfile:
     batches: Floats | None = None
     drawn: Floats | None = None
     is_split: bool = False
+    num_features: int = 1
+    num_jagged: int = 1
+    weight_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", _frozen(self.lengths, np.int64))
@@ -230,6 +239,10 @@ class Profile:
         """f, `[K]`: expected accesses of a row in one sample; more than 1 where a bag repeats a row."""
         return self.tables[table].accesses / self.num_samples
 
+    def ids_per_sample(self, table: int) -> float:
+        """How many ids of a table a sample has, in all bags of its features."""
+        return self.tables[table].total_accesses / self.num_samples
+
     def is_one_hot(self, table: int) -> bool:
         """Whether no sample can have had two ids, by the sum of the counts."""
         return self.tables[table].total_accesses <= self.num_samples * (1 + 1e-9)
@@ -286,6 +299,7 @@ class Profile:
             "batch_size": self.batch_size,
             "shapes": [asdict(shape) for shape in self.shapes],
             "split": [table.is_split for table in self.tables],
+            "bags": [[table.num_features, table.num_jagged, table.weight_bytes] for table in self.tables],
         }
         with replacing_file(Path(path)) as file:
             np.savez_compressed(file, head=np.array(json.dumps(head)), **arrays)
@@ -312,8 +326,11 @@ class Profile:
                         arrays.get(f"batches_{i}"),
                         arrays.get(f"drawn_{i}"),
                         is_split,
+                        *bags,
                     )
-                    for i, (shape, is_split) in enumerate(zip(head["shapes"], head["split"], strict=True))
+                    for i, (shape, is_split, bags) in enumerate(
+                        zip(head["shapes"], head["split"], head.get("bags", [()] * len(head["shapes"])), strict=True)
+                    )
                 )
                 return Profile(tables, head["num_samples"], head["batch_size"])
         except OSError as error:

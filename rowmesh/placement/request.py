@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rowmesh.errors import ConfigurationError
-from rowmesh.placement.plan import Plan, TableShape
+from rowmesh.placement.plan import TableShape
 
 Mode = Literal["train", "infer"]
 Objective = Literal["auto", "total", "slowest_link"]
@@ -35,6 +35,8 @@ class Request:
             though they move more bytes.
         time_limit_s: for the exact strategies.
         wire_dtype: how values and gradients travel in messages; `bfloat16` where a run rounds them to half their bytes.
+        allows_sums: whether tables with `send="auto"` may send sums. Not where ranks read each other's memory, on
+            devices and in pipelines, where they send rows.
 
     Example:
         >>> Request(batch_size=512, extra_memory=0.1).limit_bytes([TableShape("item", 100, 64, 64, 4)], world_size=4)
@@ -51,6 +53,7 @@ class Request:
     fetch_weight: float = 1.0
     time_limit_s: float = 30.0
     wire_dtype: WireDtype = "float32"
+    allows_sums: bool = True
 
     def __post_init__(self) -> None:
         wrong = {
@@ -101,6 +104,6 @@ class Request:
         """
         limit = self.memory_limit_bytes
         if limit is None:
-            least = max(Plan.cyclic(shapes, world_size).memory_bytes)
+            least = sum(shape.row_bytes * -(-shape.num_rows // world_size) for shape in shapes)
             limit = int(least * (1 + self.extra_memory))
         return limit if device_bytes is None else min(limit, device_bytes)

@@ -15,6 +15,7 @@ from rowmesh.placement.strategies.levels import LinkCosts, RowBytes
 from rowmesh.placement.strategies.unsorted import most_ranges
 from rowmesh.placement.summary import LEVEL_OF, accesses_before, levels_of, stretches
 from rowmesh.placement.text import bytes_text, rows_text, seconds_text, share_text
+from rowmesh.report.sums_text import sums_text
 
 WAYS = {
     ONE_HOP: "one copy, read from its owner",
@@ -47,12 +48,14 @@ def explain(comparison: Comparison, what: str) -> list[str]:
 
 
 def explain_table(comparison: Comparison, name: str) -> list[str]:
-    """The ranges of a table: their rows, rule, owners, and share of the accesses."""
+    """What a table sends, and its ranges: their rows, rule, owners, and share of the accesses."""
     table = comparison.plan.table(name)
     index = comparison.plan.tables.index(table)
     profile = comparison.problem.profile.tables[index]
     total = max(profile.total_accesses, 1e-300)
     lines = [f"{name}: {table.shape.num_rows:,} rows of {table.shape.row_bytes} bytes, {_slots(comparison, table)}"]
+    if sums := sums_text(comparison, name):
+        lines.append(f"  {sums}")
     found = stretches(table)
     for stretch in found[:MAX_STRETCHES]:
         first, last = accesses_before(profile, np.array([stretch.start, stretch.stop]))
@@ -72,6 +75,12 @@ def explain_table(comparison: Comparison, name: str) -> list[str]:
 def explain_row(comparison: Comparison, name: str, row: int) -> list[str]:
     """The holders of a row, how often it is read, what each alternative would cost, and the reason for the choice."""
     case = RowWays(comparison, comparison.plan.table(name), row)
+    if case.table.send == "sums":
+        return [
+            f"{name} row {row:,}: on rank {case.part.rank}, as the whole table, which sends sums of bags",
+            f"  {sums_text(comparison, name)}",
+            f"  read     {_accesses_text(case)}",
+        ]
     W, G = comparison.plan.world_size, comparison.plan.ranks_per_node
     holders, owner = case.part.holders(row, W, G), case.part.owner(row, W)
     lines = [

@@ -23,6 +23,7 @@ from rowmesh.placement.summary import LEVEL_OF, Level, accesses_before, levels_o
 from rowmesh.placement.text import bytes_text, rows_text, share_text
 from rowmesh.report.charts import bars, frequency_curve, heatmap
 from rowmesh.report.html import fact_list, measure, page, sentence
+from rowmesh.report.sums_text import sums_lines
 
 MAX_STRETCHES = 400
 FIRST_TABLES = 12
@@ -43,7 +44,8 @@ def write_report(comparison: Comparison, path: Path, title: str) -> None:
 
 def report(comparison: Comparison, title: str) -> str:
     """The report as HTML."""
-    return page(f"{title}: placement", [heading(title, comparison.why), *sections(comparison), footer(comparison)])
+    why = "; ".join((comparison.why, *sums_lines(comparison)))
+    return page(f"{title}: placement", [heading(title, why), *sections(comparison), footer(comparison)])
 
 
 def heading(title: str, why: str) -> str:
@@ -236,6 +238,7 @@ def _table_card(table: TablePlan, profile: TableProfile) -> str:
     texts = "".join(_level_text(name, level) for name, level in levels.items() if level.rows)
     shares = "".join(f'<i class="{name}" style="width:{level.share:.2%}"></i>' for name, level in levels.items())
     size = f"{table.shape.num_rows:,} rows, {bytes_text(table.shape.num_rows * table.shape.row_bytes)}"
+    size += f", sums from rank {table.ranges[0].rank}" if table.send == "sums" else ""
     return (
         f'<div class="card"><div class="head"><h3>{escape(table.name)}</h3><span>{size}</span></div>'
         f'{frequency_curve(table, profile)}<div class="share">{shares}</div><div class="levels">{texts}</div></div>'

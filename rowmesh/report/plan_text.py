@@ -17,6 +17,7 @@ from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.summary import LEVELS, levels_of
 from rowmesh.placement.text import bytes_text, share_text
 from rowmesh.report.printing import show, table_of_numbers, write
+from rowmesh.report.sums_text import sums_lines
 
 MAX_RANKS = 16
 PLAIN_WIDTH = 160
@@ -44,7 +45,7 @@ class Printer:
         for candidate in comparison.candidates:
             if candidate.complaint:
                 self.write(f"  {candidate.name} does not fit: {candidate.complaint}")
-        self.write("", comparison.why, "")
+        self.write("", comparison.why, *sums_lines(comparison), "")
         self.show(self._ranks(comparison))
         self.write("")
         self.levels(comparison.plan, comparison.problem.profile)
@@ -90,10 +91,12 @@ class Printer:
         return table
 
     def levels(self, plan: Plan, profile: Profile) -> None:
-        """Prints the levels of each table, and its replicas where there are any."""
-        replicated = plan.is_replicated
+        """Prints the levels of each table, its replicas where there are any, and what it sends where some send sums."""
+        replicated, sums = plan.is_replicated, any(table.send == "sums" for table in plan.tables)
         heads = [head for name in LEVELS for head in (f"{name} rows", "accesses")]
-        table = self.table("table", "rows", *["replicas"][: int(replicated)], *heads, "two hops")
+        table = self.table(
+            "table", "rows", *["replicas"][: int(replicated)], *heads, "two hops", *["sends"][: int(sums)]
+        )
         for planned, counted in zip(plan.tables, profile.tables, strict=True):
             cells = [
                 text
@@ -102,7 +105,14 @@ class Printer:
             ]
             hops = sum(len(part) for part in planned.ranges if part.two_hop)
             count = [f"{planned.replicas}"][: int(replicated)]
-            table.add_row(Text(planned.name), f"{planned.shape.num_rows:,}", *count, *cells, f"{hops:,}")
+            table.add_row(
+                Text(planned.name),
+                f"{planned.shape.num_rows:,}",
+                *count,
+                *cells,
+                f"{hops:,}",
+                *[planned.send][: int(sums)],
+            )
         self.show(table)
 
     def table(self, first: str, *others: str) -> Table:
@@ -133,10 +143,11 @@ def facts(problem: Problem, title: str) -> list[str]:
 
 def _memory(comparison: Comparison) -> str:
     problem = comparison.problem
-    return (
+    text = (
         f"memory    {bytes_text(problem.limit_bytes)} a rank for rows and optimizer state, "
         f"{bytes_text(problem.spare_bytes)} of them for copies"
     )
+    return text if problem.limited(comparison.plan) is comparison.plan else f"{text}; beside tables that send sums"
 
 
 def _numbers(comparison: Comparison, candidate: Candidate) -> list[str]:

@@ -42,7 +42,9 @@ def _row(table: TableFacts) -> list[str]:
         copies += f"<small>{share_text(table.copied_share or 0.0)} of accesses</small>"
     rare = [share_text(table.rare_share[split]) if split in table.rare_share else "" for split in ("train", "test")]
     dim = "" if table.dim is None else str(table.dim)
-    return [escape(table.name), f"{table.rows:,}", dim, escape(table.storage or "").replace("_", " "), copies, *rare]
+    storage = escape(table.storage or "").replace("_", " ")
+    storage += "<small>sends sums</small>" if table.sends == "sums" else ""
+    return [escape(table.name), f"{table.rows:,}", dim, storage, copies, *rare]
 
 
 def _tiers(run: Shown) -> str:

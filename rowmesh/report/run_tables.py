@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rowmesh.errors import RowmeshError
 from rowmesh.placement import Plan
@@ -29,6 +29,7 @@ class TableFacts:
         copied_rows: rows with a copy on every rank or node.
         copied_share: of the accesses of training, how many such rows get.
         rare_share: split → of its ids, how many went to the row of rare ids.
+        sends: what its plan has it send in messages.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TableFacts:
     copied_rows: int | None = None
     copied_share: float | None = None
     rare_share: Mapping[str, float] = field(default_factory=dict)
+    sends: str = "rows"
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def tables_of(record: RunRecord) -> Tables:
         return Tables(list(_facts(record, plan, profile)), None, "a step with replicas is predicted by rowmesh plan")
     if plan.world_size == 1:
         return Tables(list(_facts(record, plan, profile)), None, "there is one rank")
-    return Tables(list(_facts(record, plan, profile)), cost_of(plan, profile, request).total_bytes)
+    travelling = plan if request.allows_sums else _with_rows(plan)
+    return Tables(list(_facts(record, plan, profile)), cost_of(travelling, profile, request).total_bytes)
 
 
 def _plan(record: RunRecord) -> tuple[Plan | None, str]:
@@ -87,6 +90,7 @@ def _profile(record: RunRecord, plan: Plan) -> tuple[Profile, Request]:
     request = Request(
         batch_size=-(-chosen(task.config.data.batch_size) // plan.world_size),
         wire_dtype="bfloat16" if is_rounded else "float32",
+        allows_sums=record.about.get("transport") == "collective" and task.config.pipeline.is_off,
     )
     return task.profile([table.shape for table in plan.tables], request, plan.world_size), request
 
@@ -111,8 +115,14 @@ def _facts(record: RunRecord, plan: Plan | None, profile: Profile | None) -> Ite
             copied,
             share,
             rare.get(table.name, {}),
+            table.send,
         )
     planned = {table.name for table in plan.tables} if plan is not None else set()
     for name, known in about.items():
         if name not in planned:
             yield TableFacts(name, known["rows"], known["dim"], known["storage"], None, None, rare.get(name, {}))
+
+
+def _with_rows(plan: Plan) -> Plan:
+    """The same owners, and rows from all: what a run does whose tables send no sums."""
+    return replace(plan, tables=tuple(replace(table, send="rows") for table in plan.tables))

@@ -188,5 +188,5 @@ def _configured(task: Task, job: Job) -> Drift | None:
     if problem is not None:
         wanted = job.config.placement.strategy or plan.strategy
         strategy = wanted if wanted in STRATEGIES else "auto"
-        planner = Planner(plan, strategy, problem.topology, problem.request)
+        planner = Planner(plan, strategy, problem.topology, problem.request, made_of=problem.profile)
     return Drift(job.embeddings, planner, config, predicted)

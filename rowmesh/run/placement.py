@@ -78,7 +78,7 @@ class Placement:
     def text(self) -> str:
         """Strategy, levels and reason, in a line."""
         levels = ", ".join(f"{name} {rows:,}" for name, rows in plan_levels(self.plan).items())
-        notes = [self.plan.notes[note] for note in ("copies", "why") if note in self.plan.notes]
+        notes = [self.plan.notes[note] for note in ("copies", "sums", "why") if note in self.plan.notes]
         return "; ".join((f"{self.plan.strategy}, {self.source}: rows {levels}", *notes))
 
     def to_plain(self) -> list[str]:
@@ -183,15 +183,22 @@ def request_of(config: Config, topology: Topology) -> Request:
     return Request(
         batch_size=-(-chosen(config.data.batch_size) // topology.world_size),
         wire_dtype=_wire_dtype(config, topology),
+        allows_sums=_has_messages(config, topology) and config.train.device == "cpu" and config.pipeline.is_off,
         **shared(config.placement, Request),
     )
 
 
-def _wire_dtype(config: Config, topology: Topology) -> WireDtype:
-    """How rows travel: nothing is rounded where ranks read each other's memory, as "auto" has them on one host."""
+def _has_messages(config: Config, topology: Topology) -> bool:
+    """Whether rows travel in messages, and ranks do not read each other's memory, as "auto" has them on one host."""
     transport = config.parallel.transport
-    is_auto_in_messages = transport == "auto" and (topology.num_nodes > 1 or config.train.device != "cpu")
-    in_messages = transport == "collective" or config.tables.caches_rows or is_auto_in_messages
+    return transport == "collective" or (
+        transport == "auto" and (topology.num_nodes > 1 or config.train.device != "cpu")
+    )
+
+
+def _wire_dtype(config: Config, topology: Topology) -> WireDtype:
+    """How rows travel: nothing is rounded where ranks read each other's memory; tiered rows always travel."""
+    in_messages = _has_messages(config, topology) or config.tables.caches_rows
     return config.parallel.wire_dtype if in_messages else "float32"
 
 

@@ -1,5 +1,7 @@
 """Cost by runs equals cost row by row, and both are what batches move on average."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -127,6 +129,61 @@ def test_runs_cost_what_rows_cost(case, training, deduplicated, batch_size):
     cost = cost_of(plan, profile, request)
     same(cost, ledger)
     assert cost.memory_bytes.tolist() == list(plan.memory_bytes)
+
+
+@st.composite
+def summed(draw):
+    """A plan some of whose tables send sums, over bags of any kind."""
+    plan, profile = draw(planned())
+    tables, counted = list(plan.tables), list(profile.tables)
+    for index, table in enumerate(plan.tables):
+        if draw(st.booleans()):
+            tables[index] = TablePlan.of_sums(table.shape, draw(st.integers(0, plan.world_size - 1)))
+        features, weight_bytes = draw(st.integers(1, 3)), draw(st.sampled_from([0, 4, 8]))
+        bags = {"num_features": features, "num_jagged": draw(st.integers(0, features))}
+        counted[index] = replace(counted[index], weight_bytes=weight_bytes, **bags)
+    return replace(plan, tables=tuple(tables)), replace(profile, tables=tuple(counted))
+
+
+@settings(max_examples=100)
+@given(summed(), st.booleans(), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 20))
+def test_sums_cost_what_bags_and_vectors_are(case, training, wire_dtype, batch_size):
+    plan, profile = case
+    W = plan.world_size
+    request = Request(batch_size=batch_size, mode="train" if training else "infer", wire_dtype=wire_dtype)
+    sends_rows = [index for index, table in enumerate(plan.tables) if table.send == "rows"]
+    alone = (
+        replace(plan, tables=tuple(plan.tables[index] for index in sends_rows)),
+        replace(profile, tables=tuple(profile.tables[index] for index in sends_rows)),
+    )
+    ledger, heads = Ledger(W), set()
+    if sends_rows:
+        rows = cost_of(*alone, request)
+        ledger.lookup_rows, ledger.lookup_bytes = rows.lookup_rows.copy(), rows.lookup_bytes.copy()
+        ledger.fetch, ledger.gradients = rows.fetch_bytes.copy(), rows.gradient_bytes.copy()
+    for table, counted in zip(plan.tables, profile.tables, strict=True):
+        if table.send == "rows":
+            continue
+        shape, owner = table.shape, table.ranges[0].rank
+        ids, bags = batch_size * counted.total_accesses / profile.num_samples, batch_size * counted.num_features
+        message = ids * (4 + counted.weight_bytes) + 8 * counted.num_features
+        message += 4 * batch_size * counted.num_jagged
+        group = owner, shape.value_bytes, shape.gradient_bytes, shape.state_bytes
+        message += 8 * (group not in heads)
+        heads.add(group)
+        for rank in range(W):
+            ledger.looked_up(rank, owner, ids, shape.value_bytes)
+            if rank != owner:
+                ledger.fetch[owner, rank] += message
+                ledger.fetch[rank, owner] += bags * shape.gradient_bytes
+                ledger.gradients[owner, rank] += training * bags * shape.gradient_bytes
+    cost = cost_of(plan, profile, request)
+    same(cost, ledger)
+    assert cost.busiest_bytes == pytest.approx(
+        max(*cost.link_bytes.sum(axis=0), *cost.link_bytes.sum(axis=1)), rel=1e-9
+    )
+    owned = {table.ranges[0].rank for table in plan.tables if table.send == "sums"}
+    assert set(np.flatnonzero(cost.owner_bytes)) == owned
 
 
 @pytest.mark.parametrize("two_hop", [False, True])

@@ -1,5 +1,6 @@
 """Drift: fits are predicted and measured alike; plans for rows in any order."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from rowmesh.placement import Plan, RowRange, TablePlan, TableShape
 from rowmesh.placement.address_map import AddressMap
 from rowmesh.placement.drift import Fit, Planner, Proposal, Traffic, has_copies, predict
-from rowmesh.placement.profile import Profile
+from rowmesh.placement.profile import Profile, TableProfile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import search
 from rowmesh.placement.strategies.problem import Problem
@@ -111,6 +112,35 @@ def test_a_planner_proposes_what_is_cheaper_for_what_comes_then(hot, then, moves
     assert (proposal.plan is not None) == moves
     if proposal.plan is not None:
         assert proposal.plan.table("item").range_of(170).rule == "replicated"
+
+
+def test_a_planner_knows_what_tables_send_and_which_bags_they_have():
+    """32 ids a bag, of 200 rows: sums are fewer bytes. The sketch counts ids alone."""
+    request = Request(batch_size=8)
+    made_of = Profile((TableProfile(replace(shape(200), send="auto"), np.array([200]), np.array([16.0])),), 100)
+    for known, send in ((made_of, "sums"), (None, "rows")):
+        plan = planned("cyclic", "cyclic", "cyclic", "cyclic")
+        planner = Planner(plan, "cyclic", Topology.uniform(2), request, made_of=known)
+        for seed in range(20):
+            planner.watch({"item": np.random.default_rng(seed).integers(0, 200, 8 * 32)}, 8)
+        planner.begin()
+        planner.wait()
+        proposal = planner.take()
+        assert proposal is not None
+        assert (proposal.plan.table("item").send if proposal.plan else "rows") == send
+
+
+def test_what_owners_sum_is_not_in_the_traffic_that_a_plan_predicts():
+    shapes = [shape(50), replace(shape(50), name="user")]
+    profile = Profile.from_counts({each.name: [8] * 50 for each in shapes}, shapes, num_samples=100)
+    problem = Problem(profile, Topology.uniform(2), REQUEST)
+    plan = Plan.cyclic(shapes, 2)
+    copied = replace(plan.tables[0], ranges=(RowRange(0, 25, "replicated"), RowRange(25, 50)))
+    plan = replace(plan, tables=(copied, TablePlan.of_sums(shapes[1], 0)))
+    alone = replace(plan, tables=(copied,))
+    assert predict(plan, problem) == predict(alone, problem.of_tables(["item"]))
+    owned = replace(plan, tables=(TablePlan.of_sums(shapes[0], 0), TablePlan.of_sums(shapes[1], 0)))
+    assert predict(owned, problem) == Fit(0.0, 1.0)
 
 
 @pytest.fixture(scope="module")

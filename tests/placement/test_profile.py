@@ -122,7 +122,8 @@ def test_save_and_load(tmp_path):
         {"a": [4, 2, 2, 0], "b": [9, 1]}, [shape(4, "a"), shape(2, "b")], 8, batches={"a": [2, 1, 2, 0]}, batch_size=4
     )
     first, second = profile.tables
-    profile = replace(profile, tables=(replace(first, drawn=0.1 * first.lengths), replace(second, is_split=True)))
+    first = replace(first, drawn=0.1 * first.lengths, num_features=3, num_jagged=2, weight_bytes=8)
+    profile = replace(profile, tables=(first, replace(second, is_split=True, shape=replace(second.shape, send="auto"))))
     profile.save(tmp_path / "profile.npz")
     again = Profile.load(tmp_path / "profile.npz")
     assert (again.shapes, again.num_samples, again.batch_size) == (profile.shapes, 8, 4)
@@ -131,6 +132,19 @@ def test_save_and_load(tmp_path):
             assert np.array_equal(getattr(one, name), getattr(two, name)), name
     assert again.tables[1].batches is again.tables[1].drawn is None
     assert [table.is_split for table in again.tables] == [False, True]
+    bags = [(table.num_features, table.num_jagged, table.weight_bytes) for table in again.tables]
+    assert bags == [(3, 2, 8), (1, 1, 0)]
+    assert [table.shape.send for table in again.tables] == ["rows", "auto"]
+
+
+def test_bags_of_a_rank_are_counted():
+    profile = Profile.from_counts({"a": [4, 2, 2, 0], "b": [9, 1]}, [shape(4, "a"), shape(2, "b")], 8)
+    first, second = profile.tables
+    tables = (replace(first, num_features=2, weight_bytes=4), replace(second, num_jagged=0))
+    demand = Demand.of(replace(profile, tables=tables), 2, 2, Request(batch_size=16))
+    assert demand.ids.tolist() == [16.0, 20.0]
+    assert demand.bags.tolist() == [32.0, 16.0]
+    assert demand.bags_bytes.tolist() == [16 * 8 + 4 * 16 + 2 * 8, 20 * 4 + 8]
 
 
 def test_errors_name_the_table_and_the_values(tmp_path):
@@ -180,6 +194,7 @@ def test_profile_prepared_reads_the_stored_counts(prepared):
     assert (profile.num_samples, profile.batch_size) == (1003, None)
     assert profile.is_one_hot(0)
     assert not profile.is_one_hot(1)
+    assert [(table.num_features, table.num_jagged) for table in profile.tables] == [(1, 0), (1, 1)]
     for table in profile.tables:
         assert rows(table, table.accesses).tolist() == prepared.counts(table.name).tolist()
     assert not profile.tables[0].is_falling  # rare ids stand last

@@ -13,9 +13,10 @@ from rowmesh.placement.plan import RuleName
 from rowmesh.placement.profile import Profile
 from rowmesh.placement.request import Request
 from rowmesh.placement.strategies.problem import Problem
+from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
 from rowmesh.report.explanation import RowWays, explain
-from tests.placement.problems import NAMES, NUM_ROWS, problem
+from tests.placement.problems import NAMES, NUM_ROWS, mlperf, problem
 
 SINGLE, COPIED = (ONE_HOP, TWO_HOP), (NODE, REPLICATED, REPLICATED_TWO_HOP)
 
@@ -266,3 +267,38 @@ def test_what_is_not_there(training):
         explain(training, "user:3000")
     with pytest.raises(ConfigurationError, match="no table 'user:x'"):
         explain(training, "user:x")
+
+
+@pytest.fixture(scope="module")
+def sums():
+    return compare(Problem(mlperf("auto"), Topology.uniform(8), Request(batch_size=512)), "cyclic")
+
+
+def test_a_table_says_what_it_sends_and_what_the_other_way_takes(sums):
+    plan = sums.plan
+    owner = plan.table("t20").ranges[0].rank
+    line = f"  100 ids a bag, 34.4 distinct rows: rows 15.8 MB, sums 638 kB: sums from rank {owner}"
+    assert explain(sums, "t20")[1] == line
+    row = f"t20 row 5: on rank {owner}, as the whole table, which sends sums of bags"
+    assert explain(sums, "t20:5")[:2] == [row, line]
+    assert explain(sums, "t5")[1].endswith("rows 2.70 kB, sums 461 kB: rows")
+    rows, costs = (
+        sums.problem.of_tables(["t20"]).cost(replace(plan, tables=(table,))).total_bytes / 8
+        for table in (Plan.cyclic([plan.table("t20").shape], 8).tables[0], plan.table("t20"))
+    )
+    assert (bytes_text(rows), bytes_text(costs)) == ("15.8 MB", "638 kB")
+
+
+def test_a_table_says_why_it_does_not_send_sums_that_are_fewer_bytes():
+    many = compare(Problem(mlperf("auto"), Topology.uniform(128), Request(batch_size=512)), "cyclic")
+    why = r"sums \d+ kB: rows, since its owner would have [\d.]+ MB a step, and the busiest rank has 39.7 MB"
+    assert re.search(why, explained(many, "t20"))
+    assert explained(many, "t10").splitlines()[1].endswith("rows, since the busiest rank would have no less")
+    asked = replace(many.problem, profile=mlperf("rows"))
+    assert explain(compare(asked, "cyclic"), "t20")[1].endswith(": rows, as asked for")
+    assert "bag" not in explained(compare(asked, "cyclic"), "t5")
+
+
+def test_forced_sums_are_as_asked_for():
+    few = compare(Problem(mlperf("sums"), Topology.uniform(2), Request(batch_size=4)), "cyclic")
+    assert explain(few, "t5")[1].endswith(": sums from rank 1, as asked for")

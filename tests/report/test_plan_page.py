@@ -5,11 +5,13 @@ from html.parser import HTMLParser
 import pytest
 
 from rowmesh.placement.comparison import Candidate, compare
+from rowmesh.placement.request import Request
 from rowmesh.placement.strategies import QUICK
+from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.text import bytes_text
 from rowmesh.placement.topology import Topology
 from rowmesh.report.plan_page import report, write_report
-from tests.placement.problems import problem
+from tests.placement.problems import mlperf, problem
 
 VOID = {"meta", "br", "link", "img", "input", "wbr"}
 
@@ -86,3 +88,13 @@ def test_many_ranks_stay_small(tmp_path):
     write_report(comparison, tmp_path / "report.html", "clicks")
     assert (tmp_path / "report.html").stat().st_size < 1_500_000
     Page((tmp_path / "report.html").read_text())
+
+
+def test_tables_that_send_sums_say_so():
+    comparison = compare(Problem(mlperf("auto"), Topology.uniform(8), Request(batch_size=512)), "cyclic")
+    text = report(comparison, "clicks")
+    Page(text)
+    assert text.count(", sums from rank") == sum(table.send == "sums" for table in comparison.plan.tables) == 12
+    assert (
+        "12 of 26 tables send sums: the busiest rank has 8.53 MB a step, as rows 35.0 MB; the other strategies" in text
+    )

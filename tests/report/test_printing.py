@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.text import Text
 
 from rowmesh.placement.comparison import compare
+from rowmesh.placement.request import Request
+from rowmesh.placement.strategies.problem import Problem
 from rowmesh.placement.topology import Topology
 from rowmesh.report.plan_text import Printer
 from rowmesh.report.printing import show, table_of_numbers
-from tests.placement.problems import problem
+from tests.placement.problems import mlperf, problem
 
 HEADS = ("memory (balance)", "look-ups (balance)", "bytes a step", "accesses", "cost")
 
@@ -58,3 +60,15 @@ def test_a_plan_fits_a_terminal(monkeypatch, capsys, width):
     assert tables
     assert max(map(len, tables)) <= width
     assert "…" not in text
+
+
+def test_a_plan_says_which_tables_send_sums(capsys):
+    comparison = compare(Problem(mlperf("auto"), Topology.uniform(8), Request(batch_size=512)), "cyclic")
+    Printer().print(comparison, "clicks")
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("12 of 26 tables send sums: the busiest rank has 8.53 MB a step") for line in lines)
+    assert any(line.endswith("for copies; beside tables that send sums") for line in lines)
+    sends = {line.split()[0]: line.split()[-1] for line in lines if re.match(r" *t\d+ ", line)}
+    assert sends == {table.name: table.send for table in comparison.plan.tables}
+    Printer().print(compare(problem(), "cyclic"), "clicks")
+    assert "sends" not in capsys.readouterr().out

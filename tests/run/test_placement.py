@@ -11,7 +11,7 @@ from rowmesh.mesh import Mesh
 from rowmesh.placement import Plan, RowRange, TablePlan
 from rowmesh.placement.topology import Topology
 from rowmesh.run.commands import run_evaluation, run_training
-from rowmesh.run.placement import configured_placement, evaluation_placement, problem_of, shapes_of
+from rowmesh.run.placement import configured_placement, evaluation_placement, problem_of, request_of, shapes_of
 from rowmesh.run.resolve import resolve
 from rowmesh.run.tasks import task_of
 
@@ -162,3 +162,30 @@ def test_tables_of_the_run_are_those_of_its_data(config_file, clicks):
     shapes = shapes_of(resolve(config_file, ["tables.dtype=bfloat16", "tables.optimizer.name=adam"]), clicks)
     assert [shape.num_rows for shape in shapes] == [table.num_rows for table in Prepared.open(clicks.folder).tables]
     assert {(shape.value_bytes, shape.gradient_bytes, shape.state_bytes) for shape in shapes} == {(8, 16, 32)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "allows"),
+    [
+        ([], 1, False),  # ranks of one host read each other's memory
+        ([], 2, True),
+        (["parallel.transport=collective"], 1, True),
+        (["parallel.transport=one_sided"], 1, False),
+        (["parallel.transport=collective", "train.device=cuda"], 1, False),
+        (["parallel.transport=collective", "pipeline.depth=1"], 2, False),
+    ],
+)
+def test_sums_travel_in_messages_of_plain_steps_on_hosts(config_file, overrides, nodes, allows):
+    config = resolve(config_file, ["data.batch_size=64", *overrides])
+    assert request_of(config, Topology.grouped(nodes, 2, 4.21)).allows_sums == allows
+
+
+def test_a_run_whose_tables_send_sums_says_so(train, tmp_path):
+    done = train("sums", "placement.strategy=cyclic", "parallel.transport=collective", "tables.C1.send=sums")
+    plan = Plan.load(tmp_path / "sums" / "plan.json")
+    assert [table.send for table in plan.tables] == ["sums", "rows", "rows", "rows", "rows"]
+    assert (done.metrics, done.losses) == ((plain := train("rows")).metrics, plain.losses)
+    chosen = train("chosen", "placement.strategy=auto", "parallel.transport=collective", "tables.send=auto")
+    notes = Plan.load(tmp_path / "chosen" / "plan.json").notes
+    assert "of the busiest rank" in notes["sums"] or "the busiest rank has" in notes["sums"]
+    assert notes["sums"] in next(line for line in chosen.out.splitlines() if line.startswith("plan "))

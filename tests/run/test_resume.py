@@ -14,6 +14,7 @@ from rowmesh.data import PlantedConfig
 from rowmesh.errors import ConfigurationError, RowmeshError
 from rowmesh.run.commands import run_training
 from rowmesh.run.resolve import resolve
+from rowmesh.run.run_log import REPLICAS
 from tests.support.clicks import prepare_clicks
 from tests.support.killed_runs import lines_of, model_of, rows_of, train_killed, train_once, train_untouched
 

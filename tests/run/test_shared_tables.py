@@ -50,6 +50,14 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+def test_a_shared_table_has_bags_of_all_its_features(data):
+    shapes = shapes_of(
+        resolve(write_config(data.folder.parent / "bags.toml", data.folder.parent / "bags", data.folder), []), data
+    )
+    tables = profile_prepared(data, shapes).tables
+    assert [(t.name, t.num_features, t.num_jagged) for t in tables] == [("user", 1, 0), ("item", 2, 1)]
+
+
 def test_one_vocabulary_counts_all_columns(data):
     counts = Counter()
     for row in rows_of(data.folder.parent / "train.csv"):

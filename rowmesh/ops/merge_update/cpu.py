@@ -293,7 +293,7 @@ def update_kernels(dim: int, storage: int, rule_name: str, decays: bool = False)
         scalars, size = rounded(numbers, SCALAR), SCALAR(DIM)
         last = load_u32(pointers + 4 * count) - 1
         for m in range(count):
-            ahead = load_u32(slots + 4 * min(m + UNSUMMED_AHEAD, count - 1))
+            ahead = load_u32(slots + 4 * min(m + AHEAD, count - 1))
             _prefetch_row(ahead, arena, state1, state2, RULE, ROW_BYTES, STATE_BYTES)
             u = load_u32(uniques + 4 * m)
             j, end = load_u32(pointers + 4 * u), load_u32(pointers + 4 * u + 4)

@@ -22,13 +22,12 @@ Example:
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from rowmesh.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rowmesh.placement.plan import Plan, TablePlan
+    from rowmesh.placement.plan import Plan
     from rowmesh.placement.profile import Profile
     from rowmesh.placement.request import Request
     from rowmesh.placement.topology import Topology
@@ -84,28 +83,25 @@ def search(name: str, profile: Profile, topology: Topology, request: Request) ->
     Raises:
         ConfigurationError: there is no such strategy, or the request cannot be met.
     """
-    strategy = find(name)
-    is_in_order = name in ANY_ORDER or all(table.is_falling for table in profile.tables)
-    if is_in_order:
-        plan = strategy(profile, topology, request)
-    else:
-        from rowmesh.placement.strategies.unsorted import search_sorted
+    from rowmesh.placement.strategies.problem import Problem
+    from rowmesh.placement.strategies.sums import with_chosen_sums, with_forced_sums, without_choice
 
-        plan = search_sorted(strategy, profile, topology, request)
-    plan = _with_sums(plan)
+    def rows(problem: Problem) -> Plan:
+        return _search_rows(name, problem.profile, problem.topology, problem.request)
+
+    problem = Problem(profile, topology, request)
+    alike = without_choice(problem)
+    # `auto` asks the others, which know of tables that must send sums.
+    plan = with_chosen_sums(problem, rows(alike) if name == "auto" else with_forced_sums(alike, name, rows))
     plan.check()
     return plan
 
 
-def _with_sums(plan: Plan) -> Plan:
-    """The plan with tables that must send sums whole on their owners."""
-    sums = [table.shape for table in plan.tables if table.shape.send == "sums"]
-    if not sums:
-        return plan
-    whole = type(plan).cyclic(sums, plan.world_size, plan.ranks_per_node)
-    names = {shape.name for shape in sums}
+def _search_rows(name: str, profile: Profile, topology: Topology, request: Request) -> Plan:
+    """The plan of a strategy, which places rows whatever its tables are to send."""
+    strategy = find(name)
+    if name in ANY_ORDER or all(table.is_falling for table in profile.tables):
+        return strategy(profile, topology, request)
+    from rowmesh.placement.strategies.unsorted import search_sorted
 
-    def chosen(table: TablePlan) -> TablePlan:
-        return whole.table(table.name) if table.name in names else table
-
-    return replace(plan, tables=tuple(map(chosen, plan.tables)))
+    return search_sorted(strategy, profile, topology, request)

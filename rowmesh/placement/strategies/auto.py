@@ -48,8 +48,8 @@ class Candidate:
     def of(problem: Problem, plan: Plan) -> Candidate:
         """Judges a plan."""
         cost = problem.cost(plan)
-        over = max(int(cost.memory_bytes.max()) - problem.limit_bytes, 0)
-        return Candidate(plan.strategy, plan, cost, cost.objective(problem.topology, problem.request), over)
+        objective = cost.objective(problem.topology, problem.request)
+        return Candidate(plan.strategy, plan, cost, objective, problem.over_bytes(plan))
 
     @property
     def fits(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -38,6 +38,27 @@ class Problem:
     def limit_bytes(self) -> int:
         """For rows and optimizer state, of a rank."""
         return self.request.limit_bytes(self.shapes, self.topology.world_size, self.topology.memory_bytes)
+
+    @property
+    def hard_limit_bytes(self) -> int | None:
+        """The memory of a rank, where that is given; else only memory for copies is limited."""
+        limits = self.request.memory_limit_bytes, self.topology.memory_bytes
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def limited(self, plan: Plan) -> Plan:
+        """The tables of a plan that `limit_bytes` is for: without a hard limit, not those that an owner has whole."""
+        if self.hard_limit_bytes is not None or all(table.send == "rows" for table in plan.tables):
+            return plan
+        return replace(plan, tables=tuple(table for table in plan.tables if table.send == "rows"))
+
+    def over_bytes(self, plan: Plan) -> int:
+        """How much more than the limit the fullest rank would hold."""
+        return max(max(self.limited(plan).memory_bytes) - self.limit_bytes, 0)
+
+    def of_tables(self, names: Collection[str]) -> Problem:
+        """The problem of some tables."""
+        tables = tuple(table for table in self.profile.tables if table.name in names)
+        return replace(self, profile=replace(self.profile, tables=tables))
 
     @property
     def spare_bytes(self) -> int:
@@ -82,7 +103,7 @@ class Problem:
 
     def fits(self, plan: Plan) -> bool:
         """Whether every rank has the memory."""
-        return max(plan.memory_bytes) <= self.limit_bytes
+        return not self.over_bytes(plan)
 
 
 def least_bytes(shapes: Sequence[TableShape], world_size: int) -> int:
