@@ -115,7 +115,12 @@ class DrivenEngine:
     @property
     def may_lack_undo(self) -> bool:
         """Whether some batches cannot be taken back once they are routed: `can_undo` says which."""
-        return self._resolver is not None and bool(self._resolver.device_tables or self._dynamic_means)
+        return self.always_lacks_undo or bool(self._dynamic_means)
+
+    @property
+    def always_lacks_undo(self) -> bool:
+        """Whether no batch can be taken back once it is routed: a dynamic table has its index on a device."""
+        return self._resolver is not None and bool(self._resolver.device_tables)
 
     # A loop begins and ends
 

@@ -145,7 +145,8 @@ class Pipeline(Generic[T]):
         self.cores = cores_of(embeddings.mesh)
         if final_rows is None:
             final_rows = accumulate * micro_batches < FINAL_BELOW
-        finds_final = final_rows and depth > 0 and exchange == "delta"
+        opens_ahead = not self._engine.always_lacks_undo
+        finds_final = final_rows and depth > 0 and opens_ahead and exchange == "delta"
         more = {} if work is None else {"work": work}
         self._windows = CurrentWindows(
             self._engine, partial(self._engine.windows, exchange, finds_final=finds_final, verifies=verify)
@@ -155,7 +156,11 @@ class Pipeline(Generic[T]):
         is_tiered = any(windows.is_tiered for windows in self._windows.all)
         is_on_device = any(windows.is_on_device for windows in self._windows.all)
         self.make_schedule = partial(
-            make_schedule, is_tiered=is_tiered, is_on_device=is_on_device, copies=copy is not None
+            make_schedule,
+            is_tiered=is_tiered,
+            is_on_device=is_on_device,
+            opens_ahead=opens_ahead,
+            copies=copy is not None,
         )
         joins = self.cores < CORES_APART if joins is None else joins
         self.schedule = self.make_schedule(depth, accumulate * micro_batches, fetches_final=finds_final, joins=joins)

@@ -151,6 +151,7 @@ def make_schedule(
     fetches_final: bool = True,
     is_tiered: bool = False,
     is_on_device: bool = False,
+    opens_ahead: bool = True,
     copies: bool = False,
     joins: bool = False,
 ) -> Schedule:
@@ -165,6 +166,8 @@ def make_schedule(
         is_on_device: whether tasks launch their work on a device. Then all messages are of one resource, in one order
             on all ranks, and a batch reuses the memory of an earlier one; see [Note: streams] in
             `rowmesh.pipeline.streams`.
+        opens_ahead: whether batches are opened before their turn. Not where their route waits for the step of the batch
+            before: a program may call for the norm of that batch first, which one resource would do after opening.
         copies: whether the program copies a batch, to a device for example, before it is routed.
         joins: whether reading, copying and routing share a thread, which would only fight for a core if they had three.
     """
@@ -174,15 +177,15 @@ def make_schedule(
     kept = ("retrieve",) if is_tiered else ()
     here = tuple(After(name) for name in ("open", *kept))
     rows = Stage("rows", down, (*here, After("update", 1)), by_part=True)
-    half = depth and max(1, depth // 2)
+    half = max(1, depth // 2) if depth and opens_ahead else 0
     opening = Stage("open", down, (After("route"), After("open", 1)), ahead=half)
     final = Stage("final", down, (*here, After("open", 1), After("update", 2)), ahead=1)
     if is_tiered and is_on_device:  # a batch may come to fast memory only after an update that is behind `final`
         fetches_final = False
-    if depth and fetches_final:
+    if half and fetches_final:
         of_rows = (rows, opening, final)
     else:
-        of_rows = (rows, opening) if depth else (opening, rows)
+        of_rows = (rows, opening) if half else (opening, rows)
     stages = [
         Stage("read", reader, of_memory, ahead=depth),
         *[Stage("copy", copier, (After("read"),), ahead=depth)] * copies,

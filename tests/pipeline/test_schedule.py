@@ -118,6 +118,9 @@ def test_what_is_declared_for_each_depth():
     assert stages_of(sequential, "gradients") == [("gradients", 0), ("norm", 0), ("update", 0)]
     assert stages_of(make_schedule(4, 2), "rows") == [("rows", 0), ("open", 2), ("final", 1)]
     assert stages_of(make_schedule(1, 2, fetches_final=False), "rows") == [("rows", 0), ("open", 1)]
+    late = make_schedule(1, 2, is_on_device=True, opens_ahead=False)
+    assert [stage for stage, _ in stages_of(late, "communication")] == ["open", "rows", "gradients", "norm", "update"]
+    assert stages_of(late, "router") == [("route", 1)]
     copies = make_schedule(3, 2, copies=True)
     assert [stages_of(copies, each) for each in ("reader", "copier", "router")] == [
         [("read", 3)],
