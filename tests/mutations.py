@@ -392,8 +392,8 @@ MUTATIONS = [
     Mutation(
         "schedule: batches are opened as far ahead as they are read",
         "rowmesh/pipeline/schedule.py",
-        "half = depth and max(1, depth // 2)",
-        "half = depth",
+        "half = max(1, depth // 2) if depth",
+        "half = depth if depth",
         "tests/pipeline/test_schedule.py",
     ),
     Mutation(

@@ -53,7 +53,7 @@ def test_nor_does_one_that_finds_no_memory_once_it_was_decided(monkeypatch):
     assert known_of(embeddings)["step"] == 2
 
 
-def no_memory(*_):
+def no_memory(*_, **__):
     raise MemoryError("no room")
 
 
