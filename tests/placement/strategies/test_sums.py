@@ -22,7 +22,7 @@ from rowmesh.tables.spec import Send
 from tests.placement.problems import mlperf
 from tests.placement.strategies.problems import small
 
-MODERATE = settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+MODERATE = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 
 def sending(profile, send, **changes):
